@@ -50,13 +50,15 @@ def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Size
         sizes: The values of the names in SIZES.
 
     Raises:
-        ExprError: If the text is not a mask, or if a query may attend to a later key outside of the prefix. The message
-            states the query and the key.
+        ExprError: If the text is not a mask, if it is false for every query and key, or if a query may attend to a
+            later key outside of the prefix. The last message states the query and the key.
     """
     if text == CAUSAL:  # the mask of most models, which needs no search for a pair of a query and a key
         return text
     numbers = numbers_of(heads, context, prefix, sizes)
     condition = simplify(with_numbers(parse_mask(text), numbers))
+    if find_pair(condition, heads, context) is None:
+        raise ExprError("the mask is false for every query and key", hint="change the condition, or remove the layer")
     _refuse_later_keys(text, condition, numbers, heads, context)
     if prefix and sees_later(str(condition), heads):
         if with_documents(condition, ALWAYS) != condition:
