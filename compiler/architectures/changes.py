@@ -83,12 +83,14 @@ def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
     changes set the field, the path points into the last of these changes. If no change sets the field, the path points
     into the fields of all blocks."""
     rest: Path = path
+    stated: frozenset[str] = frozenset()  # the fields of the layer before the changes
     fields_of = {i: change.fields for i, change in changes.items()}
     if path[:1] == ("layers",) and len(path) > 1:
         index = path[1]
         assert isinstance(index, int)
         removed = {key for fields in fields_of.values() for key, value in fields.items() if value is None}
         layer = [layer for layer in base.layers if layer.title not in removed][index]
+        stated = frozenset(layer.model_fields_set)
         rest = tuple(part for i, part in enumerate(path[2:]) if i or part != getattr(layer, "kind", ""))
         rest = (layer.title, *rest)
     elif path[:1] == ("norm",) and len(path) > 2:  # the kind is part of the path of a validation error
@@ -98,7 +100,8 @@ def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
         # the first element is a key of the block or the name of a layer; the data may lack the last element
         for part in rest[: max(1, len(rest) - 1)]:
             inner = inner.get(part) if isinstance(inner, dict) else None
-        if inner is not None:
+        lacks = len(rest) == 2 and isinstance(inner, dict) and rest[1] not in inner and "kind" not in inner
+        if inner is not None and not (lacks and rest[1] in stated):
             return ("changes", i, *rest)
     return path
 
