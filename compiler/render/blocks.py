@@ -80,7 +80,7 @@ class Tables:
         """Returns the name of the table that holds the blocks `layers` of the module list `place`. If there is no such
         table, adds a table called `name`."""
         known = self.layers.get((place, layers))
-        return known or self.add(place, name.upper(), set_text(sorted(layers)), f"blocks with {name}", tuple(layers))
+        return known or self.add(place, name.upper(), set_text(sorted(layers)), f"blocks with `{name}`", tuple(layers))
 
     def named(self, text: str) -> str:
         return next(name for name, value in self.values.items() if value == text)

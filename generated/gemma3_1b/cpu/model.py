@@ -34,8 +34,8 @@ from .softmax_nats__v262144 import softmax_nats
 
 V, D, H, C, G, E = 262144, 1152, 4, 256, 1, 6912
 EMBED_SCALE = math.sqrt(1152)
-ROPE256_1000000 = {5, 11, 17, 23}  # blocks with rope256_1000000
-# blocks with ring
+ROPE256_1000000 = {5, 11, 17, 23}  # blocks with `rope256_1000000`
+# blocks with `ring`
 RING = {0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 12, 13, 14, 15, 16, 18, 19, 20, 21, 22, 24, 25}
 
 

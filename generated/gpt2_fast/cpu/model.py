@@ -26,7 +26,7 @@ from .softmax_nats_tanh__v50257 import softmax_nats_tanh
 V, D, BUCKETS, BIGRAM, H, C, E = 50257, 768, 131072, 128, 6, 128, 3072
 FIRST = {0, 10}  # blocks given first
 SECOND = {1, 11}  # blocks given second
-GIVEN = {0, 1, 10, 11}  # blocks with given
+GIVEN = {0, 1, 10, 11}  # blocks with `given`
 
 
 def weights(**shapes: tuple[int, ...] | None) -> Any:

@@ -35,7 +35,7 @@ SKIPS = {
 }
 # run -> the skip before it, and the earlier run whose output it joins
 SKIPS_ONCE = {5: (0, 4), 6: (1, 3), 7: (2, 2), 8: (3, 1), 9: (4, 0)}
-WRITE = {7, 8, 9, 10}  # blocks with write
+WRITE = {7, 8, 9, 10}  # blocks with `write`
 BLOCK_BUFFERS = {
     "attention.dropped_draw": ((4,), torch.int64),
     "mlp.dropped_draw": ((4,), torch.int64),

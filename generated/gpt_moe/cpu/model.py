@@ -28,7 +28,7 @@ from .softmax_nats__v50257 import softmax_nats
 V, D, H, C, E, W, N, K = 50257, 768, 12, 64, 3072, 1024, 8, 2
 MOE_SHARED_E = 1024
 ATTENTION_RESIDUAL = 1 / math.sqrt(2 * 12)
-ROUTER = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}  # blocks with router
+ROUTER = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}  # blocks with `router`
 
 
 def weights(**shapes: tuple[int, ...] | None) -> Any:

@@ -32,8 +32,8 @@ from .softmax_nats_tanh__v32768 import softmax_nats_tanh
 V, D, H, C, E = 32768, 768, 6, 128, 3072
 IDS = {1, 3, 5, 7, 9, 11}  # blocks given ids
 SKIPS = {11: 6}  # block -> the earlier block whose output it also reads
-RING = {0, 1, 2, 4, 5, 6, 8, 9, 10}  # blocks with ring
-CACHE = {3, 7, 11}  # blocks with cache
+RING = {0, 1, 2, 4, 5, 6, 8, 9, 10}  # blocks with `ring`
+CACHE = {3, 7, 11}  # blocks with `cache`
 
 
 def weights(**shapes: tuple[int, ...] | None) -> Any:

@@ -266,7 +266,7 @@ def test_blocks_that_read_different_rotary_tables_are_one_function() -> None:
     code = compile_loaded(tiny(layers, fuse=(), count=5, blocks={"changes": changes}), None, ("cpu",)).files
     text = re.sub(r"\s+", " ", code["cpu/model.py"].replace("_BACKWARD", "").replace("_backward", ""))
     assert "def forward(self, x, cos, sin, positions=None, cache=None)" in text
-    assert "ROPE4_1000 = {1, 3} # blocks with rope4_1000 " in text and "ROPE2_100 = {4}" in text
+    assert "ROPE4_1000 = {1, 3} # blocks with `rope4_1000` " in text and "ROPE2_100 = {4}" in text
     assert "rope2_100_cos if i in ROPE2_100 else rope4_1000_cos if i in ROPE4_1000 else cos" in text
 
 
