@@ -175,7 +175,7 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
     if left:
         # The error should name a node that a fusion has refused, if there is one
         culprit = min(left, key=lambda n: n.op.name not in reasons)
-        alone = f"it computes {culprit.op.name}, and only linear and pointwise nodes can be fused"
+        alone = f"it computes {culprit.op.name}, which no kernel computes together with these nodes"
         raise Unfusable(culprit.name, f"cannot be fused: {reasons.get(culprit.op.name, alone)}")
     if done.nodes == tuple(members) and len(members) == 1:
         raise Unfusable(members[0].name, "is the only node, so there is nothing to fuse")

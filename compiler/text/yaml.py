@@ -57,6 +57,7 @@ _SYNTAX = (
         "align it with the items or keys of its block",
         False,
     ),
+    ("'\\t' that cannot start any token", "a tab stands where YAML needs spaces", "replace the tab by spaces", False),
     ("cannot start any token", "a value cannot begin with this character", 'quote the value: "..."', False),
     ("expected ',' or ']'", "a list `[...]` is not closed", "add a `,` between its items, or the `]`", True),
     ("expected ',' or '}'", "a mapping `{...}` is not closed", "add a `,` between its keys, or the `}`", True),

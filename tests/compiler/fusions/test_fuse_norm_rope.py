@@ -136,10 +136,10 @@ def test_the_group_takes_its_inputs_as_they_are() -> None:
 
 
 MORE = "cannot be fused: the fusion norm_rope takes only a norm, a rope and a gain"
-ALONE = "only linear and pointwise nodes can be fused"
+ALONE = "which no kernel computes together with these nodes"
 ONE = "cannot be fused: the fusion norm_rope needs one rope, not 2"
 REFUSED = [
-    (["q.norm"], f"attention.q.norm cannot be fused: it computes rms_norm, and {ALONE}"),
+    (["q.norm"], f"attention.q.norm cannot be fused: it computes rms_norm, {ALONE}"),
     (["q.heads", "q.norm", "q.rope", "q.gain"], f"attention.q.rope {MORE}; attention.q.heads is a member too"),
     (["q.gain", "k.rope", "y"], f"attention.k.rope {MORE}; attention.q.gain is a member too"),
     (["q.gain", "q.rope", "k.rope", "y"], f"attention.q.rope {ONE}"),

@@ -140,7 +140,7 @@ ERRORS: list[tuple[dict[str, list[str]], str, str]] = [
     (
         {"blocks.*.mlp": ["h", "up"]},
         "S304",
-        "blocks.*.mlp: mlp.h cannot be fused: it computes rms_norm, and only linear and pointwise nodes can be fused",
+        "blocks.*.mlp: mlp.h cannot be fused: it computes rms_norm, which no kernel computes together with these nodes",
     ),
     (
         {"blocks.*.attention": ["q", "out"]},
