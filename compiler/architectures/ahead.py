@@ -42,14 +42,17 @@ class Modules(NamedTuple):
     def block(self) -> Block:
         return self.stack.blocks.every[-1]
 
-    def lower(self, b: Builder, x: str, targets: str, context: LoweringContext, loss: str, ignore: int | None) -> str:
+    def lower(
+        self, b: Builder, x: str, targets: str, scored: str, context: LoweringContext, loss: str, ignore: int | None
+    ) -> str:
         """Adds the modules to the training program. Returns the loss of the model plus the weighted mean loss of the
         modules, f32[].
 
         Args:
             b: The builder of the training program.
             x: The residual stream after the last block, [B, T, D].
-            targets: The next token of each token, i64[B, T].
+            targets: The next token of each token, i64[B, T]. The modules read the embeddings of these tokens.
+            scored: The targets of the loss, i64[B, T]: `targets`, with `ignore` where the loss ignores a target.
             context: The values that blocks can read.
             loss: The loss without the modules, f32[].
             ignore: The target id that the loss ignores.
@@ -61,9 +64,9 @@ class Modules(NamedTuple):
             y = self._normed(b, stream, "norm")
             head = self.head.model_copy(update={"tied": True})
             logits = head.lower(b, y, self.shape, "@embed.token" if self.head.tied else "@head.logits")
-            later = b.add("targets", LaterTargets(k, self.term.bos, ignore), (targets,))
+            later = b.add("targets", LaterTargets(k, self.term.bos, ignore), (scored,))
             op = CrossEntropy("mean", ignore, f"nats_{k + 1}", (), (str(k + 1),))
-            losses[f"ahead{k}"] = b.add("loss", op, (logits, targets, later))
+            losses[f"ahead{k}"] = b.add("loss", op, (logits, scored, later))
         b.scope = ""
         text = f"loss + weight * ({' + '.join(losses)}) / {len(losses)}"
         return pointwise(b, "loss_ahead", text, loss=loss, weight=self.term.input, **losses)

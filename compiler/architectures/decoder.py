@@ -313,14 +313,14 @@ class _Lowering:
         ids, targets = b.input("ids", TOKENS), b.input("targets", TOKENS)
         weights = declare_weights(b, self.losses) if learns else {}
         trunk = self.trunk(b, LoweringContext(ids, training=learns, weights=weights))
-        logits, ignore = self.head(b, trunk.features), None
+        logits, scored, ignore = self.head(b, trunk.features), targets, None
         if unscored := self.model.unscored:
-            targets, ignore = b.add("scored", IgnoreFirst(unscored, IGNORED), (targets,)), IGNORED
-        loss = add_loss(b, self.losses, logits, targets, learns, ignore)
+            scored, ignore = b.add("scored", IgnoreFirst(unscored, IGNORED), (targets,)), IGNORED
+        loss = add_loss(b, self.losses, logits, scored, learns, ignore)
         for i, term in enumerate(self.losses if learns else ()):
             if isinstance(term, ModuleAhead):
                 modules = Modules(term, i, trunk.stack, self.model.norm, self.model.head)
-                loss = modules.lower(b, trunk.stream, targets, trunk.context, loss, ignore)
+                loss = modules.lower(b, trunk.stream, targets, scored, trunk.context, loss, ignore)
         return self.shape.tables.program(b, {"loss": loss})
 
     def halves(self) -> tuple[Graph, Graph]:

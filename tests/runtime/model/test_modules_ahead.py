@@ -116,3 +116,20 @@ def test_artifacts_have_the_parameters_of_scoring() -> None:
     rest = pipeline.lower(term.at_rest, "cpu")
     assert [p.name for p in programs.stored] == [p.name for p in rest.params] == [p.name for p in rest.stored]
     assert {p.name for p in programs.params if p.training} == {p.name for p in programs.params if "ahead1." in p.name}
+
+
+def test_modules_read_the_tokens_of_the_prefix(tmp_path: Path) -> None:
+    """The loss ignores targets in the prefix, but the modules read the embeddings of all next tokens."""
+    data = spec_data(({**ATTENTION, "mask": "j <= i or j < prefix"}, MLP), fuse=(), prefix=4)
+    ahead = {"kind": "module_ahead", "form": "sequential", "modules": 2, "weight": 1}
+    data["train"]["losses"] = [{"kind": "next_token"}, ahead]
+    with float64():
+        ours = pair(spec_of(data), tmp_path)
+        ids, targets = ours.batch()
+        weight = torch.tensor(0.3)
+        loss = ours.model(ids, targets, weight)
+        expected = ours.reference("train", ids=ids, targets=targets, module_ahead_weight=weight)["loss"]
+        torch.testing.assert_close(loss, expected)
+        changed = targets.clone()
+        changed[:, 0] = (changed[:, 0] + 1) % 11
+        assert not torch.equal(ours.model(ids, changed, weight), loss)
