@@ -27,6 +27,9 @@ class MatrixRule(UpdateRule[S]):
     def new_slot(self) -> list[Tensor]:
         return [bank.new_state(*bank.params[0].shape) for bank in self.banks]
 
+    def new_counts(self) -> list[Tensor]:
+        return [bank.new_state(*[1] * bank.params[0].dim()) for bank in self.banks]
+
     def local(self, slot: Sequence[Tensor]) -> list[Tensor]:
         return [tensor[bank.local] for bank, tensor in zip(self.banks, slot, strict=True)]
 

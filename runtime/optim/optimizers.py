@@ -13,7 +13,7 @@ from specc.runtime import optim
 from specc.runtime.distributed.world import World
 from specc.runtime.optim.bank import Bank
 from specc.runtime.optim.schedule import Moment
-from specc.runtime.optim.update_rule import UpdateRule
+from specc.runtime.optim.update_rule import COUNT, UpdateRule
 
 Work = tuple[str, ...]  # the kind of work of each optimizer in a step
 
@@ -108,6 +108,17 @@ class Optimizers:
             for slot, tensors in rule.slots().items()
             for name, tensor in tensors.items()
         }
+
+    def completed(self, state: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Returns the state of a checkpoint before step `step`. Older checkpoints lack the numbers of summed gradients.
+        The result then contains the numbers of a run without skipped steps.
+        """
+        counts = {
+            f"{rule.name}.{COUNT}/{name}": torch.full_like(count, step % rule.spec.every)
+            for rule in self._rules
+            for name, count in rule.slots().get(COUNT, {}).items()
+        }
+        return {**counts, **state}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Overwrites the state with `state`, which must have the keys and shapes of the current state."""

@@ -88,7 +88,7 @@ class Soap(MatrixRule[SoapSpec]):
     def __init__(self, spec: SoapSpec, parameters: Mapping[str, nn.Parameter], world: World) -> None:
         super().__init__(spec, parameters, world)
         self._mean, self._square = self.new_slot(), self.new_slot()
-        self._count = [bank.new_state(*[1] * bank.params[0].dim()) for bank in self.banks]
+        self._count = self.new_counts()
         self._sides: list[list[_Side]] = []
         for bank in self.banks:
             *stack, rows, columns = bank.params[0].shape

@@ -15,6 +15,7 @@ from specc.runtime.optim.schedule import Moment, value_at
 S = TypeVar("S", bound=OptimizerSpec)
 # The kinds of work in a step. UPDATE changes the parameters. SUM only adds the gradient for a later update.
 UPDATE, SUM = "update", "sum"
+COUNT = "gradient_count"  # the kind of state with the number of summed gradients
 
 
 class UpdateRule(ABC, Generic[S]):
@@ -46,10 +47,14 @@ class UpdateRule(ABC, Generic[S]):
     def __init__(self, spec: S, parameters: Mapping[str, nn.Parameter], world: World) -> None:
         self.spec, self.parameters, self.world = spec, parameters, world
         self.tensors: list[Tensor] = list(parameters.values())
-        self._sums = self.new_slot() if spec.every > 1 else []
+        # The sums of gradients since the last update, and the numbers of gradients in the sums
+        self._sums, self._counts = (self.new_slot(), self.new_counts()) if spec.every > 1 else ([], [])
 
     def new_slot(self) -> list[Tensor]:
         return [torch.zeros_like(tensor) for tensor in self.tensors]
+
+    def new_counts(self) -> list[Tensor]:
+        return [tensor.new_zeros(()) for tensor in self.tensors]
 
     def local(self, slot: Sequence[Tensor]) -> list[Tensor]:
         """Returns the part of the state tensors `slot` that this process updates.
@@ -99,14 +104,15 @@ class UpdateRule(ABC, Generic[S]):
         """
         lr, weight_decay, *others = numbers
         if self._sums:
-            sums, gradients = self.local(self._sums), self.gradients()
+            sums, counts, gradients = self.local(self._sums), self.local(self._counts), self.gradients()
             torch._foreach_add_(sums, gradients)
+            torch._foreach_add_(counts, 1)
             if work == SUM:
                 self.discard()
                 return
             torch._foreach_copy_(gradients, sums)
-            torch._foreach_mul_(gradients, 1 / self.spec.every)
-            torch._foreach_zero_(sums)
+            torch._foreach_div_(gradients, counts)
+            torch._foreach_zero_([*sums, *counts])
         if self.spec.cautious_decay:
             before = [tensor.detach().clone() for tensor in self.tensors]
             self.update(work, (lr, *others))
@@ -142,4 +148,5 @@ class UpdateRule(ABC, Generic[S]):
         """
 
     def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return {**self.state(), **({"gradient_sum": self.by_name(self._sums)} if self._sums else {})}
+        sums = {"gradient_sum": self._sums, COUNT: self._counts} if self._sums else {}
+        return {**self.state(), **{slot: self.by_name(tensors) for slot, tensors in sums.items()}}

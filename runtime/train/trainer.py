@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -414,6 +414,7 @@ class Trainer:
         if snapshot.weights_alone:
             self._start(snapshot.weights)
             return
+        snapshot = replace(snapshot, optimizer=self.optimizers.completed(snapshot.optimizer, snapshot.step))
         require_match("the checkpoint's optimizer", snapshot.optimizer, current.optimizer)
         require_match("the checkpoint's average", snapshot.average or {}, current.average or {})
         require_match("the checkpoint's generators", snapshot.rng, current.rng)

@@ -33,8 +33,8 @@ class OptimizerSpec(StrictModel):
         weight_decay: the decoupled weight decay: a number, a formula in `t`, or a schedule.
         cautious_decay: whether numbers that the update moves away from zero do not decay (Chen et al. 2025, arXiv
             2510.12402).
-        every: the number of steps from one update to the next. An update reads the mean of the gradients of these
-            steps.
+        every: the number of steps from one update to the next. An update reads the mean of the gradients since the
+            last update.
     """
 
     in_norm: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class OptimizerSpec(StrictModel):
 
     def state_numbers(self, shape: tuple[int, ...]) -> int:
         """Returns the number of f32 numbers that the optimizer stores between steps for a parameter of this shape."""
-        return prod(shape) * (self.slots + (self.every > 1))
+        return prod(shape) * self.slots + (prod(shape) + 1) * (self.every > 1)  # the sum and the number of gradients
 
     @property
     def of_shape(self) -> float:

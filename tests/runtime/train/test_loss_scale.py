@@ -84,6 +84,22 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(tmp_path: Path) -> 
     assert seen == [(1, None, 64.0), (2, None, 64.0), (3, True, 64.0), (4, None, 32.0)]
 
 
+def test_an_update_reads_the_mean_of_the_gradients_since_the_last_update(tmp_path: Path) -> None:
+    """The weights do not move, and the momentum is the last gradient. The skipped step is an update."""
+
+    def momenta(every: int, *overflows: int) -> list[torch.Tensor]:
+        lion = {"kind": "lion", "match": "*", "lr": 0.0, "betas": (0.9, 0.0), "every": every}
+        train = train_spec(precision={"loss_scale": {"initial": 64.0}}, optimizers=(lion,), clip_norm=None)
+        model = Toy(0.0)
+        model.spoil = Overflows(*overflows)
+        run = trainer(tmp_path, train, model)
+        return [state(run)["lion.momentum/embed"] for _ in range(4) if run.advance()]
+
+    gradients = momenta(1)
+    *_, mean = momenta(2, 3)
+    torch.testing.assert_close(mean, (gradients[0] + gradients[2] + gradients[3]) / 3)
+
+
 def test_a_constant_scale_and_the_least_scale_skip_nothing(tmp_path: Path) -> None:
     for scale in (1.0, {"initial": 1.0}):
         model = Toy()
