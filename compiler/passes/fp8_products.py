@@ -6,7 +6,8 @@ from dataclasses import replace
 from specc.compiler.ir.graph import Graph, Node, walk
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.fp8 import FACTORS, HISTORY, STORAGE, Fp8Linear
-from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.linear import Linear, MatrixProduct
+from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Call, calling
 from specc.compiler.pattern import matches, of_all_blocks
 from specc.compiler.programs.programs import LoweringError, Programs
@@ -32,8 +33,8 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
         target: The target.
 
     Raises:
-        LoweringError: If a rule matches no product, or does not match all products that share generated code. Also if
-            the target cannot compute a product in 8 bits.
+        LoweringError: If a rule matches no product with an 8-bit form, or does not match all products that share
+            generated code. Also if the target cannot compute a product in 8 bits.
     """
     rules = train.precision.fp8
     if not rules:
@@ -53,8 +54,11 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
     problems += editor.problems
     for i, rule in enumerate(rules):
         if i not in editor.used:
-            message = f"`{rule.match}` matches no matrix product of training"
-            hint = f"the products are {', '.join(list(editor.products)[:8])}"
+            message = f"`{rule.match}` matches no matrix product of training that has an 8-bit form"
+            hint = f"the products with an 8-bit form are {', '.join(list(editor.products)[:8])}"
+            matched = dict.fromkeys(name for path, name in editor.others.items() if matches(rule.match, path))
+            if matched:
+                hint = f"there is no 8-bit form of {', '.join(list(matched)[:8])}; {hint}"
             problems.append(Problem(_path(i, "match"), "S294", message, hint))
     if problems:
         raise LoweringError(tuple(problems))
@@ -88,11 +92,19 @@ def _unable(target: Target) -> Iterator[Problem]:
         )
 
 
+def _wide(graph: Graph, node: Node) -> bool:
+    """Returns whether a linear layer multiplies in f32 for every compute dtype, as the router of a mixture of experts
+    does."""
+    cast = graph.by_name.get(node.inputs[0])
+    return cast is not None and isinstance(cast.op, Pointwise) and cast.op.dtype == "f32"
+
+
 class _Products:
     """Rewrites the linear layers of graphs.
 
     Attributes:
         products: The paths of all linear layers that were visited so far, with `*` for the index of a block.
+        others: Maps the path of each product without an 8-bit form to its path with `*` for the index of a block.
         used: The indices of the rules that match a linear layer.
         buffers: The types of the scales, by name.
         problems: The problems so far.
@@ -101,6 +113,7 @@ class _Products:
     def __init__(self, rules: Sequence[Fp8Spec], places: Mapping[str, Mapping[str, None]]) -> None:
         self._rules, self._places = rules, places
         self.products: dict[str, None] = {}
+        self.others: dict[str, str] = {}
         self.used: set[int] = set()
         self.buffers: dict[str, TensorType] = {}
         self.problems: list[Problem] = []
@@ -111,11 +124,15 @@ class _Products:
         return graph if nodes == graph.nodes else replace(graph, nodes=nodes, params=tuple(params.items()))
 
     def _node(self, graph: Graph, node: Node, params: dict[str, TensorType]) -> Node:
-        weight = node.inputs[1] if isinstance(node.op, Linear) else ""
+        weight = node.inputs[1] if isinstance(node.op, MatrixProduct) else ""
         if weight[:1] != "@":
             return node
         paths = [at + node.name for at in self._places[graph.name]]
-        self.products |= {".".join("*" if word.isdigit() else word for word in path.split(".")): None for path in paths}
+        names = [".".join("*" if word.isdigit() else word for word in path.split(".")) for path in paths]
+        if not isinstance(node.op, Linear) or _wide(graph, node):
+            self.others |= zip(paths, names, strict=True)
+            return node
+        self.products |= dict.fromkeys(names)
         chosen = [next((i for i, rule in enumerate(self._rules) if matches(rule.match, path)), None) for path in paths]
         if (first := next((i for i in chosen if i is not None), None)) is None:
             return node
