@@ -90,7 +90,7 @@ def _read_bytes(data: Any, spec: Spec) -> None:
     _put(data, ("train", "data"), {"tokenizer": "bytes", **order})
     _put(data, ("model", "vocab"), BYTE_IDS)
     _put(data, ("model", "context"), min(spec.model.window, CONTEXT))
-    for path, _ in spec.model.marks:
+    for path, _ in spec.marks:
         if _part(data, path[:-1]).get(path[-1]) is not None:  # an unset field takes its id from another field
             _put(data, path, BYTE_IDS - 1)
 

@@ -195,11 +195,6 @@ class Decoder(Architecture):
             if self.norm is not None and getattr(self.norm, name) != type(self.norm).model_fields[name].default:
                 message = f"`{name}` applies to the norm of blocks, not to the norm after the last block"
                 yield Problem(("norm", name), "S285", message, f"remove `{name}`")
-        for (_, *at), mark in self.marks:
-            if mark >= self.vocab:
-                message = f"`bos` is {mark}, but the largest id of the vocabulary is {self.vocab - 1}"
-                hint = "use the id that the tokenizer puts before a document, or remove `bos`"
-                yield Problem(tuple(at), "S249", message, hint)
         problems = tuple(self.blocks.problems_in(shape))
         yield from (problem.under("blocks") for problem in problems)
         if 2 * self.prefix > self.context:

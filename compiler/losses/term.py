@@ -45,6 +45,11 @@ class LossTerm(StrictModel):
         return getattr(self, "modules", 0)
 
     @property
+    def mark(self) -> int | None:
+        """The id that begins a document, if the targets of the term depend on documents."""
+        return getattr(self, "bos", None)
+
+    @property
     def title(self) -> str:
         """The name of the term, unique in a spec."""
         return self.states or self.kind

@@ -15,6 +15,7 @@ from specc.compiler.spec.train import AnyEval, BitsSpec, TrainSpec
 from specc.compiler.strict import (
     Name,
     NodeName,
+    Path,
     Pattern,
     Positive,
     PositiveFloat,
@@ -249,6 +250,12 @@ class Spec(StrictModel):
         losses = tuple(term for term in self.train.losses if not term.count)
         return self.model_copy(update={"train": self.train.model_copy(update={"qat": None, "losses": losses})})
 
+    @property
+    def marks(self) -> tuple[tuple[Path, int], ...]:
+        """The ids that begin documents in the model and in terms of the loss, as pairs (path in the spec, id)."""
+        terms = [(("train", "losses", i, "bos"), term.mark) for i, term in enumerate(self.train.losses)]
+        return (*self.model.marks, *((path, mark) for path, mark in terms if mark is not None))
+
     def _problems_of_late_changes(self) -> Iterator[Problem]:
         """Yields a problem for each schedule change that begins after the last step of the run.
 
@@ -322,6 +329,11 @@ class Spec(StrictModel):
         yield from (problem.under("train") for problem in rows)
         yield from self._problems_of_late_changes()
         yield from self._problems_of_the_prefix()
+        for path, mark in self.marks:
+            if mark >= self.model.vocabulary:
+                message = f"`bos` is {mark}, but the largest id of the vocabulary is {self.model.vocabulary - 1}"
+                hint = "use the id that the tokenizer puts before a document, or remove `bos`"
+                yield Problem(path, "S249", message, hint)
         stated = self.model.losses
         for i, term in enumerate(self.train.losses):
             if term.states and term.states not in stated:
