@@ -114,6 +114,7 @@ CODES: Mapping[str, str] = {
     "S294": "a rule for 8-bit matrix products that matches none",
     "S295": "a part to recompute that no block has, or that cannot run twice",
     "S296": "a tokenizer of an unknown kind, or a setting that its kind does not have",
+    "S297": "a term of the loss whose targets are beyond the end of every row",
     "S301": "two parts of the model with different widths",
     "S302": "a fusion point, or a pattern of `merge` or `fold`, that matches nothing",
     "S303": "a fusion point, or a pattern, that matches only some of the blocks that run the same generated code",

@@ -28,6 +28,10 @@ class LaterToken(LossTerm):
     bos: NonNegative | None = None
 
     @property
+    def furthest(self) -> tuple[str, int]:
+        return "ahead", self.ahead
+
+    @property
     def title(self) -> str:
         return f"{self.kind}_{self.ahead}"
 

@@ -30,3 +30,7 @@ class ModuleAhead(LossTerm):
     form: Literal["heads", "sequential"]
     modules: Annotated[int, Field(ge=1, le=8)] = 1
     bos: NonNegative | None = None
+
+    @property
+    def furthest(self) -> tuple[str, int]:
+        return "modules", self.modules + 1

@@ -50,6 +50,11 @@ class LossTerm(StrictModel):
         return getattr(self, "bos", None)
 
     @property
+    def furthest(self) -> tuple[str, int]:
+        """The field that determines the furthest target, and the position of this target: 1 is the next token."""
+        return "kind", 1
+
+    @property
     def title(self) -> str:
         """The name of the term, unique in a spec."""
         return self.states or self.kind

@@ -271,6 +271,17 @@ class Spec(StrictModel):
                     hint = "write an earlier time, or raise `steps`; a time is a share of the run, from 0 to 1"
                     yield Problem((*path, "at", i, 0), "S269", message, hint)
 
+    def _problems_of_later_targets(self) -> Iterator[Problem]:
+        """Yields a problem for each term of the loss with a target that no row of training contains."""
+        rows = [tokens for _, tokens in values_of("context", self.train.context)] or [self.model.window]
+        targets = max(max(rows) - self.model.unscored, 1)
+        for i, term in enumerate(self.train.losses):
+            field, furthest = term.furthest
+            if furthest > targets:
+                message = f"the furthest target is {furthest} tokens later, but a row has only {targets} targets"
+                hint = f"lower `{field}`, or use rows of at least {furthest + self.model.unscored} tokens"
+                yield Problem(("train", "losses", i, field), "S297", message, hint)
+
     def _problems_of_the_prefix(self) -> Iterator[Problem]:
         """Yields the problems of settings that conflict with the model's `prefix`, because the targets in the prefix
         are not scored."""
@@ -329,6 +340,7 @@ class Spec(StrictModel):
         yield from (problem.under("train") for problem in rows)
         yield from self._problems_of_late_changes()
         yield from self._problems_of_the_prefix()
+        yield from self._problems_of_later_targets()
         for path, mark in self.marks:
             if mark >= self.model.vocabulary:
                 message = f"`bos` is {mark}, but the largest id of the vocabulary is {self.model.vocabulary - 1}"
