@@ -248,7 +248,12 @@ class TrainSpec(StrictModel):
         for i, name in enumerate(names):
             if name in names[:i]:
                 message = f"the term `{name}` is listed twice"
-                hint = "remove one of the two, and give the other the sum of both weights"
+                one, other = (self.losses[j].model_copy(update={"weight": 0}) for j in (names.index(name), i))
+                hint = (
+                    "remove one of the two, and give the other the sum of both weights"
+                    if one == other
+                    else "a loss can have only one term of this name; remove one of the two"
+                )
                 yield Problem(("losses", i), "S264", message, hint)
         if "next_token" not in names:
             message = f"the loss has no term `next_token`, only {', '.join(names)}"
