@@ -129,6 +129,7 @@ class SdpaPooled(PooledBase):
     additional inputs."""
 
     name: ClassVar[str] = "sdpa_pooled"
+    unexportable: ClassVar[str] = "attention to pooled blocks: an exported program would have a fixed number of blocks"
 
     @property
     def further(self) -> tuple[str, ...]:

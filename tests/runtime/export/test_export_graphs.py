@@ -154,10 +154,14 @@ def test_a_model_of_pairs_reads_source_and_target(tmp_path: Path) -> None:
     assert (torch.from_numpy(logits) - expected).abs().max() < 1e-5
 
 
+POOL = ("model.blocks.layers.0.mask=j <= i and i - j < 9", "model.blocks.layers.0.pool={block: 4}", "fuse=[]")
+
+
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_what_has_no_graph_says_why_and_leaves_nothing(format: str, tmp_path: Path, capfd: Any) -> None:
     for name, overrides, place in (
         ("experts", EXPERTS, "model.blocks.layers.1 has a product per expert"),
+        ("pool", POOL, "model.blocks.layers.0 has attention to pooled blocks"),
         ("loop", None, "model.encoder.1 has a loop over tokens"),
     ):
         spec = small_spec(*overrides) if overrides else load(LINES.spec.with_name("poly_lstm.yaml"))[0]
