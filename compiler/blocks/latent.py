@@ -48,10 +48,14 @@ class Latent(ScoreAndMask):
     A cache stores c and the rotated part of k. Programs with a cache never compute keys and values of cached tokens.
     These programs instead multiply q by the key matrix, and the attended latents by the value matrix.
 
+    In the expressions `score`, `mask` and `scale`, `head_dim` is the sum of the fields `head_dim` and `rope_dim`,
+    which is the number of channels of a whole query head.
+
     Attributes:
         kv_rank: the number of features of the latent for keys and values.
         q_rank: the number of features of a second latent, for queries. If unset, queries are computed from the input.
-        head_dim: the number of unrotated channels of q and k per head. By default, `dim` divided by `heads`.
+        head_dim: the number of unrotated channels of q and k per head. By default, `dim` divided by `heads`. In
+            expressions, `head_dim` also counts the rotated channels.
         rope_dim: the number of rotated channels of q and k per head.
         v_dim: the number of channels of v per head. By default, `head_dim`.
         rope: the rotary positions.
