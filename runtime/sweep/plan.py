@@ -165,7 +165,7 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
         raise SpecError(
             [Diagnostic("S003", message, "split the sweep into several files", place.file, place.mark)], source.texts
         )
-    settings = list(_settings(file))
+    settings = _with_unique_names(list(_settings(file)))
     plan = _Plan(spec, source, target, len(settings))
     runs: list[PlannedRun] = []
     firsts: dict[str, tuple[Spec, PlannedRun]] = {}
@@ -204,6 +204,16 @@ def _settings(file: SweepFile) -> Iterator[_Setting]:
             words = [entry.name] if file.settings or not file.grid else []
             words += [f"{labels[key]}={_shown(value)}" for key, value in values.items()]
             yield _Setting(", ".join(words), (*shared, *stated, *over), entry.seeds or file.seeds, values)
+
+
+def _with_unique_names(settings: Sequence[_Setting]) -> list[_Setting]:
+    """Appends a digest of the overrides to equal names of different settings, whose long values were cut."""
+    texts = [str([override.text for override in setting.overrides]) for setting in settings]
+    counts = Counter(name for name, _ in {(s.name, text) for s, text in zip(settings, texts, strict=True)})
+    return [
+        s if counts[s.name] == 1 else replace(s, name=f"{s.name} {hashlib.sha256(text.encode()).hexdigest()[:8]}")
+        for s, text in zip(settings, texts, strict=True)
+    ]
 
 
 def _labels(keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:

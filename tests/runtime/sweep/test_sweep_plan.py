@@ -81,6 +81,16 @@ def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
     assert names[0].startswith("lr+_") and names[1].startswith("LR+_")
 
 
+def test_long_values_with_equal_starts_are_settings_of_their_own(tmp_path: Path) -> None:
+    mapping = "{warmup_fraction: 0.1, warmdown_fraction: 0.5, floor: %s}"
+    text = f"grid: {{train.schedule: [{mapping % 0.05}, {mapping % 0.5}, {{warmup_steps: 5}}]}}\n"
+    first, second, short = read_sweep(sweep_file(tmp_path, text)).runs
+    start = 'schedule={"warmup_fraction": 0.1, "warmdown_fr... '
+    assert first.setting.startswith(start) and second.setting.startswith(start)
+    assert first.setting != second.setting and first.name != second.name
+    assert short.setting == 'schedule={"warmup_steps": 5}'
+
+
 def test_a_problem_of_an_override_is_shown_in_the_sweep_file(tmp_path: Path) -> None:
     text = """\
 set: ["model.contxt=64"]
