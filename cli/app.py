@@ -239,7 +239,9 @@ def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
     except click.ClickException as error:
         _misused(error, output)
         return int(error.exit_code), True
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort) as error:
+        if isinstance(error.__cause__, EOFError):  # click turns every EOFError of a command into Abort
+            return failed(error.__cause__, output), True
         return _ended("P002", "interrupted", EXIT_INTERRUPTED, output), True
     except Terminated as end:
         return _ended("P001", f"pre-empted by {end}", EXIT_PREEMPTED, output), True

@@ -61,8 +61,8 @@ def content_digest(directory: Path) -> str:
 def cached_code(directory: Path) -> Path:
     """Copies the code of a generated folder into the cache, and returns the folder of the copy.
 
-    The copy outlives the run, so that later runs reuse its bytecode and compiled libraries. Raises IntegrityError if
-    the cache folder is a link, belongs to another user, or is writable by other users.
+    The copy outlives the run, so that later runs reuse its compiled libraries. Raises IntegrityError if the cache
+    folder is a link, belongs to another user, or is writable by other users.
     """
     copy = private_folder(cache_folder("generated") / content_digest(directory)[:32])
     with FileLock(copy.with_suffix(".lock"), mode=0o600):

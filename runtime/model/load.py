@@ -6,8 +6,9 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specc.compiler.build import DEPLOYED, compiled
@@ -116,6 +117,14 @@ def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Mo
     return model.eval()
 
 
+class _WithoutBytecode(SourceFileLoader):
+    """A loader that neither reads nor writes bytecode files, which a full disk leaves incomplete."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def import_model(directory: Path) -> ModuleType:
     """Imports `model.py` of a generated folder. Raises RunFailure if the file does not exist."""
     # cuDNN copies the weights of an LSTM, which are separate parameters, into one chunk of a megabyte at every call.
@@ -136,10 +145,10 @@ def import_file(directory: Path, name: str) -> ModuleType:
     if f"{package}.{name}" in sys.modules:
         return sys.modules[f"{package}.{name}"]
     holder = sys.modules.setdefault(package, ModuleType(package))
-    holder.__path__ = [
-        str(directory.resolve())
-    ]  # an earlier import may have set the path of a folder that was since deleted
-    spec = importlib.util.spec_from_file_location(f"{package}.{name}", directory / f"{name}.py")
+    folder = str(directory.resolve())
+    holder.__path__ = [folder]  # an earlier import may have set the path of a folder that was since deleted
+    finder = sys.path_importer_cache[folder] = FileFinder(folder, (_WithoutBytecode, [".py"]))
+    spec = finder.find_spec(f"{package}.{name}")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[f"{package}.{name}"] = module

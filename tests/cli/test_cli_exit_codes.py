@@ -99,6 +99,7 @@ def test_an_unknown_command_is_named(specc: Shell) -> None:
         (KeyboardInterrupt(), 130),
         (Broken("boom"), 70),
         (AssertionError("boom"), 70),
+        (EOFError("boom"), 70),
     ],
 )
 def test_each_error_has_its_exit_code(

@@ -2,10 +2,12 @@
 
 import json
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
 import time
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,16 @@ def test_equal_code_is_one_module_even_after_its_folder_is_gone(tmp_path: Path) 
     assert first is second and first.__package__ == f"specc_generated_{content_digest(folders[0])[:16]}"
     shutil.rmtree(folders[0])
     assert import_file(folders[1], "late").__package__ == first.__package__
+
+
+def test_generated_code_is_imported_without_bytecode(tmp_path: Path) -> None:
+    folder = write(tmp_path / "code", model="from .other import y", other="y = 3")
+    for file in list(folder.iterdir()):
+        cached = Path(cache_from_source(file))
+        cached.parent.mkdir(exist_ok=True)
+        py_compile.compile(str(file), cached)
+        cached.write_bytes(cached.read_bytes()[:16])  # a full disk leaves only the header
+    assert import_file(folder, "model").y == 3 and {path.stat().st_size for path in cached.parent.iterdir()} == {16}
 
 
 def test_a_model_of_a_gpu_runs_from_the_cache(tmp_path: Path, root: Path) -> None:
