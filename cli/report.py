@@ -15,6 +15,7 @@ OF_SAMPLES = ("prompts", "seed", "max_tokens", "temperature")
 @click.command("report")
 @run_argument
 @click.option("--out", type=folder, help="File to write. By default, report.html, or README.md, in the run.")
+@click.option("--force", is_flag=True, help="Replace an existing file that --out names.")
 @click.option(
     "--card", is_flag=True, help="Write a model card for the Hugging Face hub, in Markdown, instead of the page."
 )
@@ -36,6 +37,7 @@ OF_SAMPLES = ("prompts", "seed", "max_tokens", "temperature")
 def command(
     run: Path,
     out: Path | None,
+    force: bool,
     card: bool,
     prompts: tuple[str, ...],
     seed: int,
@@ -61,8 +63,8 @@ def command(
         option = "max-tokens" if stated[0] == "max_tokens" else option
         raise click.UsageError(f"--{option} has no effect together with {beside}")
     if card:
-        path = write_card(run, out)
+        path = write_card(run, out, force)
     else:
         options = SampleOptions(prompts, seed, max_tokens, temperature, target, tokenizers)
-        path = write_report(run, out, None if no_samples else options, bool(stated), say)
+        path = write_report(run, out, None if no_samples else options, bool(stated), say, force)
     click.echo(f"wrote {path}: {path.stat().st_size:,} bytes")

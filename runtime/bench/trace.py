@@ -25,7 +25,7 @@ from specc.runtime.bench.timing import wait
 from specc.runtime.errors import ExportError, RunFailure
 from specc.runtime.log import Say
 from specc.runtime.model.load import choose_target, device_of, instantiate
-from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.atomic import require_replaceable, write_atomically
 
 LIMIT = 50_000_000  # the maximum size of a trace in bytes; viewers load larger traces slowly or not at all
 WARM_UP = 4  # the number of steps before the trace; the first step compiles code and captures graphs
@@ -107,8 +107,7 @@ def record_trace(
     """
     if not out.parent.is_dir():
         raise ExportError(f"{out} is not the path of a file", "name a file in a folder that exists")
-    if out.exists() and not force:
-        raise ExportError(f"{out} exists", "name another file with --out, or replace it with --force")
+    require_replaceable(out, force)
     chosen = choose_target(spec, target)
     device = torch.device(device_of(TARGETS[chosen]))
     gpu = device.type == "cuda"

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from specc.runtime.errors import ExportError
 from specc.runtime.log import Say
+from specc.runtime.storage.atomic import require_replaceable
 from specc.runtime.storage.run_directory import Run
 
 
@@ -35,13 +36,12 @@ class ExportRequest:
         """Returns `out`, or a file in the directory of `run` that has the name of the spec plus `suffix`.
 
         Raises ExportError if the file exists and `force` is False, if the path is a folder, or if the parent folder
-        does not exist.
+        does not exist. Raises EnvironmentFailure if the path is another kind of file, such as a device.
         """
         out = self.out if self.out is not None else run.directory / f"{run.spec.name}{suffix}"
         if out.is_dir() or not out.parent.is_dir():
             raise ExportError(f"{out} is not the path of a file", "name a file in a folder that exists")
-        if out.exists() and not self.force:
-            raise ExportError(f"{out} exists", "name another file with --out, or replace it with --force")
+        require_replaceable(out, self.force)
         return out
 
 

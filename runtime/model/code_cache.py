@@ -68,7 +68,9 @@ def cached_code(directory: Path) -> Path:
     with FileLock(copy.with_suffix(".lock"), mode=0o600):
         for path in code_files(directory):
             data, target = path.read_bytes(), copy / path.name
-            if not target.is_file() or target.is_symlink() or target.read_bytes() != data:
+            if target.is_symlink() or not target.is_file():
+                target.unlink(missing_ok=True)
+            if not target.exists() or target.read_bytes() != data:
                 write_atomically(target, [data])
     return copy
 

@@ -2,20 +2,22 @@
 
 from pathlib import Path
 
-from specc.runtime.errors import RunFailure, RuntimeFailure, cannot_write
+from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.log import Say
 from specc.runtime.model_card import CARD, model_card
 from specc.runtime.report.page import LIMIT, report_page
 from specc.runtime.report.sampling import SampleOptions, samples_of
 from specc.runtime.run_facts import RunFacts
-from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.atomic import require_replaceable, write_atomically
 from specc.runtime.storage.samples import Samples, recorded_samples
 
 PAGE = "report.html"
 NONE = "`specc report RUN` without --no-samples generates them."
 
 
-def write_report(run: Path, out: Path | None, options: SampleOptions | None, stated: bool, say: Say) -> Path:
+def write_report(
+    run: Path, out: Path | None, options: SampleOptions | None, stated: bool, say: Say, force: bool = False
+) -> Path:
     """Writes the page of a run and returns its path.
 
     Args:
@@ -24,35 +26,50 @@ def write_report(run: Path, out: Path | None, options: SampleOptions | None, sta
         options: the settings of new samples, if the run has no stored samples. None generates no samples.
         stated: whether the user specified the options. If not, the page may show stored samples with other settings.
         say: the function that receives messages for the user.
+        force: whether to replace an existing file other than report.html in the run directory.
 
     Raises:
-        RunDirectoryError: if `run` is not a run (exit code 2).
+        ExportError: if `out` exists and `force` is False (exit code 2).
+        RunDirectoryError: if `run` is not a run (2).
         EnvironmentFailure: if the file cannot be written (3).
         RunFailure: if the page would be larger than 2 MB (4).
         IntegrityError: if spec.json or run.json of the run is damaged (5).
     """
     facts = RunFacts.read(run)
+    path = _path(out, run / PAGE, force)
     samples, reason = _samples(facts, options, stated, say)
     text = report_page(facts, samples, reason).encode()
     if len(text) > LIMIT:
         message = f"the report has {len(text):,} bytes, more than {LIMIT:,}"
         raise RunFailure(message, "show fewer or shorter samples: lower --max-tokens")
-    return _written(out or run / PAGE, text)
+    write_atomically(path, [text])
+    return path
 
 
-def write_card(run: Path, out: Path | None) -> Path:
+def write_card(run: Path, out: Path | None, force: bool = False) -> Path:
     """Writes the model card of a run and returns its path.
 
     Args:
         run: the run directory.
         out: the output file; None for README.md in the run directory.
+        force: whether to replace an existing file other than README.md in the run directory.
 
     Raises:
+        ExportError: if `out` exists and `force` is False.
         RunDirectoryError: if `run` is not a run.
         EnvironmentFailure: if the file cannot be written.
         IntegrityError: if the run is damaged.
     """
-    return _written(out or run / CARD, model_card(RunFacts.read(run)).encode())
+    facts = RunFacts.read(run)
+    path = _path(out, run / CARD, force)
+    write_atomically(path, [model_card(facts).encode()])
+    return path
+
+
+def _path(out: Path | None, default: Path, force: bool) -> Path:
+    path = out or default
+    require_replaceable(path, force or path.absolute() == default.absolute())
+    return path
 
 
 def _samples(facts: RunFacts, options: SampleOptions | None, stated: bool, say: Say) -> tuple[Samples | None, str]:
@@ -65,10 +82,3 @@ def _samples(facts: RunFacts, options: SampleOptions | None, stated: bool, say: 
         if stated:
             raise  # the user requested these samples
         return None, error.message
-
-
-def _written(path: Path, text: bytes) -> Path:
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise cannot_write(path, IsADirectoryError(21, "name a file in a folder that exists"))
-    write_atomically(path, [text])
-    return path

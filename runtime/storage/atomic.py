@@ -11,7 +11,20 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from specc.runtime.errors import cannot_write
+from specc.runtime.errors import ExportError, cannot_write
+
+
+def require_replaceable(path: Path, force: bool = True) -> None:
+    """Raises EnvironmentFailure if `path` exists and is not a regular file, such as a device or a named pipe.
+
+    Raises ExportError if `path` exists and `force` is False.
+    """
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise cannot_write(path, OSError("it exists, and is not a regular file"))
+    if not force:
+        raise ExportError(f"{path} exists", "name another path with --out, or replace it with --force")
 
 
 def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path], None] = lambda _: None) -> None:
@@ -27,9 +40,10 @@ def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path],
             may raise an exception to reject the file.
 
     Raises:
-        EnvironmentFailure: if the file cannot be written.
+        EnvironmentFailure: if the file cannot be written, or `path` is not a regular file.
     """
     try:
+        require_replaceable(path)
         _sweep(path)
         with _temporary(path) as (temporary, descriptor):
             for part in parts:

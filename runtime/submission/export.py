@@ -18,7 +18,7 @@ from specc.runtime.errors import ExportError, IntegrityError, RunFailure, cannot
 from specc.runtime.model.load import choose_target
 from specc.runtime.open_model import Say, as_trained, read_verified
 from specc.runtime.quantize.written_artifact import write_quantized
-from specc.runtime.storage.atomic import create_folder, write_atomically
+from specc.runtime.storage.atomic import create_folder, require_replaceable, write_atomically
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import REPORT, quantized_artifact
 from specc.runtime.storage.run_directory import Run
@@ -86,8 +86,7 @@ def export_submission(
         raise ExportError(f"{out} is not a folder", "name a folder with --out")
     code, weights = out / CODE, out / WEIGHTS
     for file in (code, weights):
-        if file.exists() and not force:
-            raise ExportError(f"{file} exists", "name another folder with --out, or replace it with --force")
+        require_replaceable(file, force)
     if _without_rules(canonical(artifact.spec)) != _without_rules(canonical(spec)):
         if as_trained(run, lambda _: None)[0].spec != spec:
             raise RunFailure(

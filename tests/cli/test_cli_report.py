@@ -23,6 +23,21 @@ def test_it_writes_the_page_and_the_card(directory: Path, tmp_path: Path, capsys
     assert (tmp_path / "card.md").read_text().startswith("---\nlibrary_name: specc\n")
 
 
+def test_only_its_own_page_is_replaced_without_force(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    for options in (["--no-samples"], ["--card"]):
+        spec.write_text("name: kept\n")
+        assert [run(["report", str(directory), *options]) for _ in range(2)] == [0, 0]
+        page = directory / ("README.md" if "--card" in options else "report.html")
+        assert run(["report", str(directory), *options, "--out", str(page)]) == 0
+        assert run(["report", str(directory), *options, "--out", str(spec)]) == 2
+        assert f"U012 {spec} exists" in capsys.readouterr().err and spec.read_text() == "name: kept\n"
+        assert run(["report", str(directory), *options, "--out", str(spec), "--force"]) == 0
+        assert spec.read_text() == page.read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "code", "line"),
     [

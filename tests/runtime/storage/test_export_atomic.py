@@ -51,6 +51,15 @@ def test_the_check_sees_the_finished_file_and_can_refuse_it(tmp_path: Path) -> N
     assert (tmp_path / "m").read_bytes() == b"old" and names(tmp_path) == ["m"]
 
 
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(EnvironmentFailure, match=f"cannot write .*{name}: it exists, and is not a regular file"):
+            put(tmp_path / name, b"data")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink() and names(tmp_path) == ["link", "pipe"]
+
+
 def test_the_order_of_calls_survives_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All writes, then fsync of the file, then the check, then the rename, then fsync of the folder."""
     calls: list[str] = []
