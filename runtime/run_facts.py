@@ -21,7 +21,7 @@ from specc.runtime.storage import checkpoint
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.evaluations import recorded_evaluations
 from specc.runtime.storage.quantized_run import REPORT
-from specc.runtime.storage.records import Record, Records, is_number
+from specc.runtime.storage.records import Record, Records, is_number, note_of_unreadable
 from specc.runtime.storage.run_directory import Run
 
 MISSING = "not recorded"
@@ -84,9 +84,7 @@ class RunFacts:
         problems: list[str] = []
         records = Records.read(run.log)
         if records.unreadable:
-            problems.append(
-                f"{run.log.name}: {records.unreadable} lines are not valid records; an interrupted run may leave one"
-            )
+            problems.append(note_of_unreadable(run.log.name, records.unreadable))
         step, quantization = None, None
         for folder in reversed(checkpoint.all_in(run.checkpoints)):
             try:

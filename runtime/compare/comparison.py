@@ -13,6 +13,7 @@ from specc.runtime.compare.evaluations import EvaluationResult, evaluations_of
 from specc.runtime.compare.groups import CompareError, Group, Member
 from specc.runtime.compare.statistics import Summary, Welch, welch
 from specc.runtime.metrics.names import BITS, NATS, Metric, metric_of
+from specc.runtime.storage.records import note_of_unreadable
 from specc.runtime.storage.run_directory import differences
 
 THRESHOLD = 0.005  # in nats per token: the improvement that openai/parameter-golf requires for a record
@@ -132,6 +133,8 @@ def _complete(group: Group, notes: list[str]) -> Group:
     for member in group.members:
         if member not in complete:
             notes.append(f"{member.name} is left out: {_why_unfinished(member)}")
+    unreadable = [(member.run.log, count) for member in group.members if (count := member.history.unreadable)]
+    notes += [note_of_unreadable(log, count) for log, count in unreadable]
     if group.named and not complete:
         raise CompareError(f"{group.name} has no complete run: {_why_unfinished(group.first)}", UNFINISHED)
     return replace(group, members=complete)
@@ -172,7 +175,7 @@ def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> 
                 message, "score both with `specc eval`, or train both with the same `train.validate_tokens`"
             )
         raise CompareError(f"{data} differ", "train on the same data, or score both with `specc eval --data`")
-    sizes = {_scored_bytes(member) for member in members}
+    sizes = {_scored_bytes(member) for member in members} if metric == BITS else set()
     if metric != BITS or len(sizes) > 1 or len({member.run.data for member in members}) > 1:
         message = f"{data} have the tokenizers {here} and {there}, and are not known to be the same text"
         raise CompareError(message, "train on the same data, and score the whole split: train.validate_tokens: null")

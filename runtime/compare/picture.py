@@ -48,7 +48,8 @@ def comparison_picture(
     count = 2 + bool(evaluations) + bool(calibrations)
     figure = new_figure(5.5 * count, 5.2)
     plots = figure.subplots(1, count)
-    most = max(step.tokens for group in groups for member in group.members for step in member.history.steps)
+    logged = (step.tokens for group in groups for member in group.members for step in member.history.steps)
+    most = max(logged, default=0.0)
     scale, unit = next(
         (s, u)
         for s, u in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand "), (1.0, ""))

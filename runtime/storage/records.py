@@ -70,6 +70,10 @@ class Records:
         return [(r["step"], r[field]) for r in records if is_number(r.get("step")) and is_number(r.get(field))]
 
 
+def note_of_unreadable(log: object, count: int) -> str:
+    return f"{log}: {count} lines are not valid records; an interrupted run may leave one"
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Returns whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

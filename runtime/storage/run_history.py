@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specc.runtime.storage.records import Records
+from specc.runtime.storage.records import Record, Records, is_number
+
+_NUMBERS = {"step": ("step", "loss", "seconds"), "validation": ("step", "nats", "tokens"), "end": ("seconds",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +52,25 @@ class RunHistory:
         steps, validations: the records in order of steps.
         end: the fields of the last `end` record; None if the log has no such record.
         message: the reason why the last process stopped early or failed. Empty if the process ended normally.
+        unreadable: the number of lines that were skipped, because they are not records or lack fields.
     """
 
     steps: list[LoggedStep] = field(default_factory=list)
     validations: list[LoggedValidation] = field(default_factory=list)
     end: Mapping[str, Any] | None = None
     message: str = ""
+    unreadable: int = 0
 
     @classmethod
     def read(cls, log: Path) -> "RunHistory":
         """Reads a log. If the file does not exist, the history is empty. Incomplete lines are skipped."""
-        history = cls()
-        for record in Records.read(log).all:
-            history._add(record)
+        records = Records.read(log)
+        history = cls(unreadable=records.unreadable)
+        for record in records.all:
+            if _has_fields(record):
+                history._add(record)
+            else:
+                history.unreadable += 1
         return history
 
     @property
@@ -97,8 +105,9 @@ class RunHistory:
                 self.end, self.message = None, ""
             case "step":
                 last = self.steps[-1] if self.steps else LoggedStep(0, 0.0, 0.0, 0.0)
-                # the logs of old versions contain only the rate
-                tokens = event.get("tokens") or event["tokens_per_second"] * (event["seconds"] - last.seconds)
+                tokens = event.get("tokens")
+                if not is_number(tokens):  # the logs of old versions contain only the rate
+                    tokens = event["tokens_per_second"] * (event["seconds"] - last.seconds)
                 self.steps.append(LoggedStep(event["step"], event["loss"], event["seconds"], last.tokens + tokens))
             case "validation":
                 values = {key: value for key, value in event.items() if key not in ("event", "step", "weights")}
@@ -107,3 +116,13 @@ class RunHistory:
                 self.end = event
             case "stopped" | "failure":
                 self.message = str(event.get("message", ""))
+
+
+def _has_fields(record: Record) -> bool:
+    """Returns whether a record has all fields that the history reads."""
+    event = record["event"]
+    return (
+        all(is_number(record.get(name)) for name in _NUMBERS.get(event, ()))
+        and (event != "step" or any(is_number(record.get(name)) for name in ("tokens", "tokens_per_second")))
+        and (event not in ("validation", "end") or isinstance(record.get("weights"), str))
+    )

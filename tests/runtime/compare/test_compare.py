@@ -109,6 +109,14 @@ def test_incomplete_runs_are_left_out_and_named(runs: Path) -> None:
         compared("base-9")
 
 
+def test_records_that_lack_fields_are_skipped_with_a_note(runs: Path) -> None:
+    with (runs / "base-0/log.jsonl").open("a") as log:
+        log.write('{"event": "validation", "step": 4, "weights": "average"}\n{"event": "step", "step": 5}\n')
+    result = compared("base-*", "gelu-*")
+    assert result.groups[0].values[0] == pytest.approx(A[0])
+    assert result.notes == ("base-0/log.jsonl: 2 lines are not valid records; an interrupted run may leave one",)
+
+
 def test_doubtful_samples_are_named(runs: Path) -> None:
     logged_run(runs / "base-twice", 3.305, ["train.seed=2"])
     notes = compared("all=base-*,gelu-seed0").notes

@@ -15,7 +15,7 @@ def step(number: int, loss: float = 1.0, seconds: float | None = None, **more: A
 
 
 def validation(number: int, weights: str, nats: float) -> dict[str, Any]:
-    return {"event": "validation", "step": number, "weights": weights, "nats": nats}
+    return {"event": "validation", "step": number, "weights": weights, "nats": nats, "tokens": 9}
 
 
 def end(number: int, complete: bool = True, weights: str = "average") -> dict[str, Any]:
@@ -39,8 +39,8 @@ def test_only_a_complete_run_has_a_final_value(tmp_path: Path) -> None:
     assert history(tmp_path, START, *scores, end(2, complete=False)).final is None
     assert history(tmp_path, START, *scores, torn='{"event": "en').final is None
     result = history(tmp_path, START, *scores, end(2))
-    assert result.final == {"nats": 3.0} and result.scored("raw") == {"nats": 4.0}
-    assert history(tmp_path, START, scores[0], end(2, weights="raw")).final == {"nats": 4.0}
+    assert result.final == {"nats": 3.0, "tokens": 9} and result.scored("raw") == {"nats": 4.0, "tokens": 9}
+    assert history(tmp_path, START, scores[0], end(2, weights="raw")).final == {"nats": 4.0, "tokens": 9}
 
 
 def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
@@ -50,13 +50,13 @@ def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
     result = history(tmp_path, *before, *again, end(3, weights="raw"))
     assert [(s.step, s.loss, s.tokens) for s in result.steps] == [(1, 9.0, 5), (2, 2.0, 10), (3, 1.5, 15)]
     assert [v.step for v in result.validations] == [3]
-    assert result.final == {"nats": 1.0} and result.seconds == 3.0 and result.tokens_per_second == 5.0
+    assert result.final == {"nats": 1.0, "tokens": 9} and result.seconds == 3.0 and result.tokens_per_second == 5.0
 
 
 def test_an_early_end_that_went_on_is_complete(tmp_path: Path) -> None:
     first = [START, step(1), validation(1, "average", 7.0), end(1, complete=False)]
     more = [{"event": "start", "step": 1}, step(2), validation(2, "average", 3.5), end(2)]
-    assert history(tmp_path, *first, *more).final == {"nats": 3.5}
+    assert history(tmp_path, *first, *more).final == {"nats": 3.5, "tokens": 9}
 
 
 def test_tokens_of_an_older_log_follow_from_the_rate(tmp_path: Path) -> None:
@@ -69,3 +69,14 @@ def test_the_reason_of_the_last_stop(tmp_path: Path) -> None:
     stopped = {"event": "stopped", "step": 1, "message": "pre-empted by SIGTERM"}
     assert history(tmp_path, START, step(1), stopped).message == "pre-empted by SIGTERM"
     assert history(tmp_path, START, step(1), stopped, {"event": "start", "step": 1}).message == ""
+
+
+@pytest.mark.parametrize("event", [step(2), validation(2, "raw", 1.0), end(2)], ids=lambda event: event["event"])
+def test_a_record_that_lacks_a_field_is_skipped(tmp_path: Path, event: dict[str, Any]) -> None:
+    whole = [START, step(1), validation(1, "raw", 4.0), end(1, weights="raw")]
+    known = history(tmp_path, *whole)
+    assert known.unreadable == 0 and known.final == {"nats": 4.0, "tokens": 9}
+    for name in event.keys() - {"event", "complete"} - ({"step"} if event["event"] == "end" else set()):
+        for damaged in ({key: event[key] for key in event if key != name}, {**event, name: None}):
+            known.unreadable = 1
+            assert history(tmp_path, *whole, damaged) == known
