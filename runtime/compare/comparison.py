@@ -122,8 +122,8 @@ def compare(groups: Sequence[Group]) -> tuple[Comparison, tuple[Group, ...]]:
         numbers = [(0, i) for i in range(1, len(groups))]
         notes.append(f"{len(groups)} groups: each is compared with the first, {groups[0].name}")
     pairs = tuple(_pair((groups[a], results[a]), (groups[b], results[b])) for a, b in numbers)
-    if len(pairs) > 1:
-        notes.append(f"{len(pairs)} pairs were tested, and p is not corrected for their number")
+    if (tested := sum(pair.test is not None for pair in pairs)) > 1:
+        notes.append(f"{tested} pairs were tested, and p is not corrected for their number")
     evaluations = evaluations_of(groups, notes)
     return Comparison(metric, results, pairs, evaluations, tuple(notes)), groups
 
