@@ -30,7 +30,8 @@ def command(specs: tuple[Path, ...], check: bool) -> int:
             require_valid(source)  # raises all errors of the spec, such as a missing version
         old += text is not None
         if text is not None and not check:
-            replace_file(path, text)
+            file = path.resolve()  # a link stays a link
+            replace_file(file, text, file.stat().st_mode & 0o777)
         if text is not None and check:
             finding = Diagnostic("F003", "the spec has an old version", f"specc migrate {path}", str(path))
             command_output().find(finding, f"{path}: {finding.message}")

@@ -259,8 +259,11 @@ def _edited(folder: Path, files: Files, owned: Mapping[str, set[str]]) -> Iterat
             yield name
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Replaces a file atomically through a temporary file in the same folder. Readers see the old or the new text."""
+def replace_file(path: Path, text: str, mode: int = 0o644) -> None:
+    """Replaces a file atomically through a temporary file in the same folder. Readers see the old or the new text.
+
+    `mode` contains the permissions of the new file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:
@@ -268,7 +271,7 @@ def replace_file(path: Path, text: str) -> None:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -71,7 +71,11 @@ def test_a_file_is_rewritten_with_its_comments(tmp_path: Path) -> None:
         load(path)
     check = CliRunner().invoke(specc, ["migrate", str(path), "--check"], standalone_mode=False)
     assert check.return_value == 1 and path.read_text() == OLD
-    assert CliRunner().invoke(specc, ["migrate", str(path)], standalone_mode=False).return_value == 0
+    path.chmod(0o600)
+    link = tmp_path / "link.yaml"
+    link.symlink_to("old.yaml")
+    assert CliRunner().invoke(specc, ["migrate", str(link)], standalone_mode=False).return_value == 0
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o600
     text = path.read_text()
     for comment in ("# A model with most options of version 1.", "# from the first half", "# small"):
         assert comment in text
