@@ -263,17 +263,17 @@ def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
     """Returns the f32 weights of the newest valid checkpoint of a run, by parameter name, and the step of the
     checkpoint.
 
-    `say` is called with messages about damaged checkpoints. Raises RunFailure if the run has no valid checkpoint.
-    Raises IntegrityError if the checkpoint was trained with another spec.
+    `say` is called with messages about damaged checkpoints. Raises RunFailure if the run has not written a
+    checkpoint. Raises IntegrityError if no checkpoint is valid, or if the newest was trained with another spec.
     """
     newest, state = _newest(run, say)
     return checkpoint.weights(newest), state.step
 
 
 def _newest(run: Run, say: Say) -> tuple[Path, checkpoint.State]:
-    newest = checkpoint.latest(run.checkpoints, say)
+    newest = checkpoint.latest_of(run, say)
     if newest is None:
-        raise RunFailure(f"{run.directory} has no valid checkpoint", f"train the run: {run.resume_command}")
+        raise RunFailure(f"{run.directory} has no checkpoint", f"train the run: {run.resume_command}")
     state = checkpoint.read_state(newest)
     if state.spec_digest != run.spec_digest:
         message = f"{run.directory}: its spec.json is not the spec that {newest.name} was trained with"
@@ -287,8 +287,8 @@ def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
 
     The current phase is the phase of the newest valid checkpoint. It may be earlier than the last phase of the spec.
     `say` is called with messages about damaged checkpoints, and with a message if the phase is not the last phase.
-    Raises RunFailure if the run has no valid checkpoint. Raises IntegrityError if the checkpoint was trained with
-    another spec.
+    Raises RunFailure if the run has not written a checkpoint. Raises IntegrityError if no checkpoint is valid, or if
+    the newest was trained with another spec.
     """
     newest, state = _newest(run, say)
     weights = checkpoint.weights(newest)

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from specc.compiler.strict import StrictModel, Unit
 from specc.runtime.errors import IntegrityError, cannot_write
+from specc.runtime.log import logged
 from specc.runtime.storage import committed
 from specc.runtime.storage.committed import Committed, in_words
+from specc.runtime.storage.run_directory import Run
 
 STATE = "state.json"
 MODEL: Final = "model.safetensors"
@@ -166,6 +168,19 @@ def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
             return path
         warn(f"skipping a damaged checkpoint: {reason}")
     return None
+
+
+def latest_of(run: Run, warn: Callable[[str], None]) -> Path | None:
+    """Returns the newest valid checkpoint of a run, or None if the run has not written a checkpoint. Calls `warn` as
+    `latest` does.
+
+    Raises IntegrityError if checkpoints were written, but none of them is valid.
+    """
+    path = latest(run.checkpoints, warn)
+    if path is None and (all_in(run.checkpoints) or logged(run.log, "checkpoint")):
+        message = f"{run.directory}: every checkpoint of the run is damaged or missing"
+        raise IntegrityError(message, "restore the folder checkpoints/ from a copy, or train in another directory")
+    return path
 
 
 def fault(path: Path) -> str | None:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from specc.runtime.errors import IntegrityError
-from specc.runtime.log import Say, logged
+from specc.runtime.log import Say
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.committed import sweep
 from specc.runtime.storage.run_directory import Run, RunDirectoryError, is_run, lasting, newest_run
@@ -39,11 +38,7 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
 
     def newest() -> Path | None:
         sweep(run.checkpoints)
-        path = checkpoint.latest(run.checkpoints, say)
-        if path is None and (checkpoint.all_in(run.checkpoints) or logged(run.log, "checkpoint")):
-            message = f"{run.directory}: every checkpoint of the run is damaged or missing"
-            raise IntegrityError(message, "restore the folder checkpoints/ from a copy, or train in another directory")
-        return path
+        return checkpoint.latest_of(run, say)
 
     path = trainer.world.first(newest)
     if path is None:

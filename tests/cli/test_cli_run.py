@@ -167,8 +167,9 @@ def test_a_run_whose_data_moved_goes_on_with_it(tmp_path: Path, capsys: pytest.C
         f"the training split of {other} is not the training split with which the run began" in capsys.readouterr().err
     )
     empty = ["train", "--run", str(tmp_path / "empty"), "--resume", "auto", "--data", str(moved)]
-    assert run(empty) == 5
-    assert "every checkpoint of the run is damaged or missing" in capsys.readouterr().err
+    for command in (empty, ["eval", str(tmp_path / "empty"), "--data", str(moved)]):
+        assert run(command) == 5
+        assert "every checkpoint of the run is damaged or missing" in capsys.readouterr().err
     assert run([*again, "--steps", "2", "--data", str(moved)]) == 0
     assert f"the data of the run are at {moved} now" in capsys.readouterr().err
     assert run(again) == 0 and run(["quantize", str(folder)]) == 0

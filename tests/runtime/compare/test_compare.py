@@ -97,9 +97,10 @@ def test_more_than_six_groups_are_compared_with_the_first(runs: Path) -> None:
     result = compared("base-*", *(f"w{i}=wide-{i}" for i in range(6)))
     assert [(pair.first, pair.second) for pair in result.pairs] == [("base", f"w{i}") for i in range(6)]
     assert not any("were tested" in note for note in result.notes)  # a group of one run has no test
-    assert "3 pairs were tested, and p is not corrected for their number" in compared(
-        "base-*", "gelu-*", "low=wide-0,wide-1", "one=wide-2"
-    ).notes
+    assert (
+        "3 pairs were tested, and p is not corrected for their number"
+        in compared("base-*", "gelu-*", "low=wide-0,wide-1", "one=wide-2").notes
+    )
 
 
 def test_incomplete_runs_are_left_out_and_named(runs: Path) -> None:

@@ -178,7 +178,7 @@ def test_without_a_word_on_quantization_there_is_an_error(quantized: Quantized, 
 def test_a_run_without_a_checkpoint_is_an_error(quantized: Quantized, tmp_path: Path) -> None:
     run, options = copied(quantized, tmp_path)
     shutil.rmtree(run.checkpoints / "step_00000003")
-    with pytest.raises(RunFailure, match="has no valid checkpoint"):
+    with pytest.raises(RunFailure, match="has no checkpoint"):
         quantize(run.directory, options, lambda _: None)
 
 
