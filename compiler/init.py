@@ -38,7 +38,8 @@ def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
     Args:
         origin: The spec to copy.
         target: The new file. Missing folders are created.
-        name: The model name: 1 to 64 characters of `a-z`, `0-9` and `_`, beginning with a letter.
+        name: The model name: 1 to 64 characters of `a-z`, `0-9` and `_`, beginning with a letter. YAML must read it as
+            a string.
         small: Whether the copy has the small sizes of `small_version`.
 
     Raises:
@@ -46,10 +47,9 @@ def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
             Also if `origin` has no line `name: ...` at the left margin, or if `small` is True but no small sizes are
             valid. In all these cases, nothing is written.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
-        raise SpeccError(
-            f"{name!r} is not a model name", "use 1 to 64 lower-case letters, digits and _, starting with a letter"
-        )
+    if not re.fullmatch(r"(?!(null|true|false)$)[a-z][a-z0-9_]{0,63}", name):
+        hint = "use 1 to 64 lower-case letters, digits and _, starting with a letter, but not null, true or false"
+        raise SpeccError(f"{name!r} is not a model name", hint)
     if target.exists():
         raise SpeccError(f"{target} exists already", "choose another name, or remove it first")
     load(origin)
