@@ -188,7 +188,8 @@ class Run:
             lock = read_lock(directory / LOCK)
             record = _Record.model_validate_json((directory / "run.json").read_bytes())
         except SpecError as error:
-            raise IntegrityError(f"{directory}: its spec.json or lock.json is damaged: {error}", RESTORE) from None
+            reason = error.diagnostics[0].message
+            raise IntegrityError(f"{directory}: its spec.json or lock.json is damaged: {reason}", RESTORE) from None
         except OSError as error:
             raise IntegrityError(f"{directory}: its run.json cannot be read: {error.strerror}", RESTORE) from None
         except ValidationError as error:

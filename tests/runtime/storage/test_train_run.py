@@ -103,6 +103,16 @@ def test_the_problem_of_a_damaged_run_is_named(tmp_path: Path, text: str, proble
     assert caught.value.hint
 
 
+def test_the_problem_of_a_damaged_spec_is_one_line(tmp_path: Path) -> None:
+    run = Run(tmp_path, gpt_mini(), "cpu", "x").create()
+    spec = tmp_path / "spec.json"
+    spec.write_text(spec.read_text().replace('"spec_version"', '"version"'))
+    with pytest.raises(IntegrityError) as caught:
+        Run.open(run.directory)
+    assert caught.value.message.startswith(f"{tmp_path}: its spec.json or lock.json is damaged: ")
+    assert "\n" not in caught.value.message and "spec.json:" not in caught.value.message
+
+
 def test_another_spec_is_told_apart(tmp_path: Path) -> None:
     run = Run(tmp_path, gpt_mini(), "cpu", "x").create()
     run.require_same(gpt_mini(), "cpu")
