@@ -266,7 +266,17 @@ class _Plan:
         self._problems: dict[Diagnostic, list[str]] = {}
         self._texts: dict[str, str] = dict(sweep.texts)
         self._known: dict[str, str] = {}  # maps the digest of a spec, without its seed, to a setting
-        read(spec)  # raises an error once here, instead of once per setting, if the spec cannot be read
+        self._require_readable()  # once here, instead of once per setting
+
+    def _require_readable(self) -> None:
+        try:
+            read(self._spec)
+        except SpecError as error:
+            if error.code != "S001":  # the file exists, and the error is in its text
+                raise
+            message = f"{quote(str(self._spec), 200)}: {error.diagnostics[0].message}"
+            hint = "write a path relative to the working directory, or to the folder of the sweep file"
+            raise SpecError([Diagnostic("S001", message, hint, *self._at(("spec",)))], self._texts) from None
 
     def runs(self, setting: _Setting, folder: str) -> Iterator[tuple[PlannedRun, Spec]]:
         """Yields the runs of a setting with their specs. Yields nothing if the spec of the setting is not valid."""

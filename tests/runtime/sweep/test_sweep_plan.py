@@ -169,9 +169,10 @@ def test_the_target_and_the_spec_must_exist(tmp_path: Path) -> None:
     path = sweep_file(tmp_path, "")
     with pytest.raises(SpecError, match="the spec does not list the target `sm7`"):
         read_sweep(path, target="sm7")
-    path.write_text("spec: none.yaml\n")
-    with pytest.raises(SpecError, match="S001"):
+    path.write_text("set: []\nspec: sweeq.yaml\n")
+    with pytest.raises(SpecError, match=r"sweep.yaml:2:7: S001 `sweeq.yaml`: the file does not exist") as caught:
         read_sweep(path)
+    assert "did you mean" not in str(caught.value)
 
 
 def test_a_spec_is_no_sweep_file() -> None:
