@@ -5,12 +5,12 @@ differed from the new code, reviewers would read code that never runs.
 """
 
 import json
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 from specc.cli.options import generated_beside
+from specc.compiler.text.shell import shell_path
 
 
 def require_built(spec: Path, name: str, target: str) -> None:
@@ -27,7 +27,7 @@ def require_built(spec: Path, name: str, target: str) -> None:
     from specc.compiler.generated_folder import require_current
 
     files = compile_spec(spec, (), (target,)).files
-    require_current(folder, files, target, f"specc build {shlex.quote(str(spec))}")
+    require_current(folder, files, target, f"specc build {shell_path(spec)}")
 
 
 def compile_committed(path: Path, spec: Any, target: str | None) -> None:

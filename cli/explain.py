@@ -1,11 +1,11 @@
 """The `explain` command, which explains error codes and the kernels of nodes."""
 
-import shlex
 from pathlib import Path
 
 import click
 
 from specc.cli.options import Compiling, checked_targets, json_option, set_option, target_option
+from specc.compiler.text.shell import shell_path
 
 
 @click.command("explain", cls=Compiling)
@@ -63,7 +63,7 @@ def _explain_nodes(spec: Path, node: str | None, overrides: tuple[str, ...], tar
         plans |= {f"{name}/{DECODING}": plan for name, plan in decoding_plans(planned).items()}
     rows = [row for folder, plan in plans.items() for row in explained(plan, node, folder)]
     if not rows and node is not None:
-        message = f"no node of {planned.spec.name} is named {node}; `specc ir {shlex.quote(str(spec))}` lists them"
+        message = f"no node of {planned.spec.name} is named {node}; `specc ir {shell_path(spec)}` lists them"
         raise click.UsageError(message)
     if as_json:
         import json

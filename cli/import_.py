@@ -1,12 +1,12 @@
 """The `import` command, which turns a folder of Hugging Face Transformers into a spec and a run."""
 
-import shlex
 from pathlib import Path
 
 import click
 
 from specc.cli.options import folder, stated
 from specc.cli.output import say
+from specc.compiler.text.shell import shell_path
 
 
 @click.command("import")
@@ -53,5 +53,5 @@ def command(
         say(f"ignored, without effect on the outputs: {', '.join(result.ignored)}")
     click.echo(f"wrote {result.path}: {result.family.title}, {result.parameters:,} parameters")
     click.echo(f"wrote {result.run}: a run with these weights at step 0")
-    run = shlex.quote(str(result.run))
+    run = shell_path(result.run)
     click.echo(f"next: specc generate {run} --prompt TEXT; specc train --run {run} --resume auto; specc quantize {run}")

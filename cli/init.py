@@ -1,11 +1,11 @@
 """The `init` command, which copies a spec to start a new spec."""
 
-import shlex
 from pathlib import Path
 
 import click
 
 from specc.cli.options import SPECS, Compiling
+from specc.compiler.text.shell import shell_path
 
 
 @click.command("init", cls=Compiling)
@@ -30,4 +30,4 @@ def command(name: str, origin: Path, small: bool) -> None:
     path = origin if origin.suffix == ".yaml" else origin_of(str(origin), SPECS)
     target = SPECS / f"{name}.yaml"
     copied(path, target, name, small)
-    click.echo(f"wrote {target}; next: specc {'train' if small else 'plan'} {shlex.quote(str(target))}")
+    click.echo(f"wrote {target}; next: specc {'train' if small else 'plan'} {shell_path(target)}")

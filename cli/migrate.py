@@ -6,6 +6,7 @@ import click
 
 from specc.cli.options import Compiling
 from specc.cli.output import command_output
+from specc.compiler.text.shell import shell_path
 
 
 @click.command("migrate", cls=Compiling)
@@ -33,7 +34,7 @@ def command(specs: tuple[Path, ...], check: bool) -> int:
             file = path.resolve()  # a link stays a link
             replace_file(file, text, file.stat().st_mode & 0o777)
         if text is not None and check:
-            finding = Diagnostic("F003", "the spec has an old version", f"specc migrate {path}", str(path))
+            finding = Diagnostic("F003", "the spec has an old version", f"specc migrate {shell_path(path)}", str(path))
             command_output().find(finding, f"{path}: {finding.message}")
         else:
             click.echo(f"{path}: {'current' if text is None else 'rewritten'}")

@@ -1,7 +1,6 @@
 """The `plan` command, which summarizes the build of a spec."""
 
 from pathlib import Path
-from shlex import quote
 
 import click
 
@@ -26,6 +25,7 @@ def command(spec: Path, overrides: tuple[str, ...], diff: bool, as_json: bool) -
     from specc.compiler.build import compile_spec
     from specc.compiler.generated_folder import changes, unified
     from specc.compiler.report.summary import Summary, data, lines
+    from specc.compiler.text.shell import shell_path
     from specc.compiler.text.source import STDIN
 
     planned = compile_spec(spec, overrides)
@@ -39,7 +39,7 @@ def command(spec: Path, overrides: tuple[str, ...], diff: bool, as_json: bool) -
         click.echo(json.dumps({**data(summary), **more}, indent=2))
     else:
         tell(planned.lock_use.note(spec))
-        name = "SPEC" if spec == STDIN else quote(str(spec))
+        name = "SPEC" if spec == STDIN else shell_path(spec)
         click.echo("\n".join((*lines(summary, name), _files_line(folder, files))))
         if diff:
             click.echo(unified(folder, planned.files, planned.spec.name), nl=False)

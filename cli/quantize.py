@@ -1,6 +1,5 @@
 """The `quantize` command, which quantizes a run."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from specc.cli.options import (
 )
 from specc.cli.output import Stages, say
 from specc.cli.processes import end_with_parent
+from specc.compiler.text.shell import shell_path
 
 
 @click.command("quantize")
@@ -83,4 +83,4 @@ def command(
     click.echo(f"artifact     {result.size.total:,} bytes{beside}{budget}: {result.artifact}")
     click.echo(f"report       {result.artifact.parent / 'report.json'}: the same figures, one row per parameter")
     wants = "--prompt TEXT" if result.spec.model.reads == "text" else "--lines FILE"
-    click.echo(f"next: specc generate {shlex.quote(str(result.artifact))} {wants}")
+    click.echo(f"next: specc generate {shell_path(result.artifact)} {wants}")

@@ -1,6 +1,5 @@
 """The `train` command. It imports Torch only when it runs."""
 
-import shlex
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +21,7 @@ from specc.cli.options import (
 )
 from specc.cli.output import say
 from specc.cli.processes import Repeatable, end_with_parent, joined_world, launched
+from specc.compiler.text.shell import shell_path
 
 
 @click.command("train", cls=Repeatable)
@@ -114,7 +114,9 @@ def command(
         else:
             built = path = spec or only_spec()
             if path.is_dir() and is_run(path):
-                raise click.UsageError(f"{path} is a run; `specc train --run {path} --resume auto` continues it")
+                raise click.UsageError(
+                    f"{path} is a run; `specc train --run {shell_path(path)} --resume auto` continues it"
+                )
             beside = path.parent
             overrides = (*overrides, *selecting(path, overrides, data))
             planned = plan_spec(path, overrides)
@@ -155,7 +157,7 @@ def command(
             state = "complete" if result.complete else "ended early"
             state = f"reached the loss {loaded.train.stop_at_loss:g}" if result.reached else state
             click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {result.final.summary()}")
-            click.echo(f"next: specc quantize {shlex.quote(str(result.run))}")
+            click.echo(f"next: specc quantize {shell_path(result.run)}")
     return 0
 
 

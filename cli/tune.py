@@ -1,13 +1,13 @@
 """The `tune` command. It imports Torch only when it runs."""
 
 import json
-import shlex
 from pathlib import Path
 
 import click
 
 from specc.cli.options import json_option, set_option, spec_argument, target_option
 from specc.cli.output import say
+from specc.compiler.text.shell import shell_path
 
 
 @click.command("tune")
@@ -61,4 +61,4 @@ def command(
     results = run(TuneOptions(loaded, chosen, lock, path, only, compile_only, fresh, rest=True, search=not rest), say)
     click.echo(json.dumps(report.data(results), indent=2) if as_json else report.text(results))
     if not compile_only:
-        say(f"wrote {path}; next: specc build {shlex.quote(str(spec))}")
+        say(f"wrote {path}; next: specc build {shell_path(spec)}")

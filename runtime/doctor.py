@@ -5,7 +5,6 @@ import importlib.util
 import os
 import platform
 import re
-import shlex
 import shutil
 import stat
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from specc.compiler.targets import TARGETS
+from specc.compiler.text.shell import shell_path
 from specc.runtime.errors import RuntimeFailure
 from specc.runtime.model.code_cache import CACHES, entries, size_limit
 from specc.runtime.support.native import cache_root, find_cutlass, find_nvcc, nvcc_release
@@ -185,7 +185,7 @@ def _caches() -> Iterator[Check]:
     cache = cache_check("cache specc", root, "SPECC_CACHE_DIR")
     if cache.state == "ok" and root.exists():
         bound = f"{size / 1e9:,.2f} GB of at most {size_limit() / 1e9:g} GB"
-        cache = replace(cache, detail=f"{cache.detail}, {bound}, cleared by: rm -r {shlex.quote(str(root))}")
+        cache = replace(cache, detail=f"{cache.detail}, {bound}, cleared by: rm -r {shell_path(root)}")
     yield cache
     for variable, name in CACHES.items():
         yield cache_check(f"cache {name}", Path(os.environ.get(variable) or root / name), variable)

@@ -16,6 +16,7 @@ from specc.compiler.changing_values import Schedule
 from specc.compiler.pipeline import lower
 from specc.compiler.programs.programs import Parameter
 from specc.compiler.spec.start import StartSpec
+from specc.compiler.text.shell import shell_path
 from specc.runtime.errors import IntegrityError
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.committed import Committed
@@ -197,7 +198,7 @@ class RunFacts:
 
     def commands(self) -> Sequence[str]:
         lines = [
-            f"specc train spec.json --data {shlex.quote(Path(self.run.data).name)} --target {self.run.target} --run RUN"
+            f"specc train spec.json --data {shell_path(Path(self.run.data).name)} --target {self.run.target} --run RUN"
         ]
         if self.quantization is not None:
             overrides = self.quantization.get("overrides")

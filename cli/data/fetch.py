@@ -1,6 +1,5 @@
 """The `data fetch` command, which downloads token shards and tokenizers."""
 
-import shlex
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import click
 
 from specc.cli.options import folder, number_option
 from specc.cli.output import say
+from specc.compiler.text.shell import shell_path
 
 
 @click.command("fetch")
@@ -42,9 +42,9 @@ def command(name: str, out: Path, shards: int, repo: str | None, revision: str |
         click.confirm("download?", abort=True, err=True)
     if name in TOKENIZERS:
         path = fetch_tokenizer(name, out, say, repo, revision)
-        click.echo(f"next: specc data pack INPUT --out FOLDER --tokenizer {shlex.quote(str(path))}")
+        click.echo(f"next: specc data pack INPUT --out FOLDER --tokenizer {shell_path(path)}")
         return
     record = fetch(name, out, shards, say, repo, revision)
     tokens = sum(shard.tokens for split in record.splits.values() for shard in split.shards)
     click.echo(f"{out}: {tokens:,} tokens of {record.tokenizer}")
-    click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shlex.quote(str(out))))
+    click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shell_path(out)))

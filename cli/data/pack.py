@@ -1,7 +1,6 @@
 """The `data pack` command, which packs text into token shards."""
 
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import click
 
 from specc.cli.options import folder, number_option, tokenizer_of, tokenizers_option
 from specc.cli.output import say
+from specc.compiler.text.shell import shell_path
 
 
 def _plain(ctx: click.Context, parameter: click.Parameter, name: str) -> str:
@@ -86,4 +86,4 @@ def command(tokenizers: tuple[Path, ...], **settings: Any) -> None:
             f"{name:<6} {split.documents:,} documents, {split.document_bytes:,} bytes, {tokens:,} tokens "
             f"({per_token} bytes per token), {len(split.shards)} shards"
         )
-    click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shlex.quote(str(options.out))))
+    click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shell_path(options.out)))

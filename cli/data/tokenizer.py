@@ -1,13 +1,12 @@
 """The `data tokenizer` command, which trains a tokenizer."""
 
-import shlex
-from pathlib import Path
 from typing import Any
 
 import click
 
 from specc.cli.options import folder, number_option
 from specc.cli.output import say
+from specc.compiler.text.shell import shell_path
 
 
 @click.command("tokenizer")
@@ -51,5 +50,5 @@ def command(**given: Any) -> None:
     train_tokenizer(options, say)
     tokenizer = open_tokenizer(str(options.out))
     click.echo(f"{options.out}: {tokenizer.vocab:,} ids")
-    sources = " ".join(map(shlex.quote, options.sources))
-    click.echo(f"next: specc data pack {sources} --out FOLDER --tokenizer {shlex.quote(str(Path(options.out)))}")
+    sources = " ".join(map(shell_path, options.sources))
+    click.echo(f"next: specc data pack {sources} --out FOLDER --tokenizer {shell_path(options.out)}")

@@ -15,6 +15,7 @@ from specc.compiler.records import record
 from specc.compiler.report.step import Work
 from specc.compiler.report.summary import Summary, milliseconds, quantity
 from specc.compiler.spec.check import load
+from specc.compiler.text.shell import shell_path
 from specc.compiler.text.source import STDIN, name_of
 
 PLAN = "PLAN.md"
@@ -135,7 +136,7 @@ class Comparison:
             yield f"tiles lost   {len(names)}: {_named(names)}"
         unmeasured = any(choice.measured is None and choice.rendered.function for choice in new.main.choices)
         if names and unmeasured and new.main.target.arch and self.after != STDIN:
-            yield f"  measure    specc tune {self.after}"
+            yield f"  measure    specc tune {shell_path(self.after)}"
 
     def _shapes(self) -> Iterator[str]:
         old, new = ({p.name: p for p in s.main.programs.params} for s in self.summaries)

@@ -1,6 +1,5 @@
 """Determines which entries of a lock, the file with measured kernels and tiles, apply to a spec."""
 
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +8,7 @@ from specc.compiler.plan.lock import Lock
 from specc.compiler.plan.plan import Plan
 from specc.compiler.report.step import step_of, without_storage
 from specc.compiler.spec.spec import Spec
+from specc.compiler.text.shell import shell_path
 
 SHOWN = 4  # the most entries that a note names
 
@@ -25,7 +25,7 @@ class LockUse(NamedTuple):
         names = ", ".join(self.idle[:SHOWN])
         more = f" and {len(self.idle) - SHOWN} more" if len(self.idle) > SHOWN else ""
         many = f"{len(self.idle)} of {self.entries} lock entries apply to no node"
-        return f"note: {many}: {names}{more}; to measure again: specc tune {shlex.quote(str(spec))}"
+        return f"note: {many}: {names}{more}; to measure again: specc tune {shell_path(spec)}"
 
 
 def lock_use(lock: Lock, plans: Mapping[str, Plan], spec: Spec) -> LockUse:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specc.compiler.errors import Diagnostic, SpecError
+from specc.compiler.text.shell import shell_path
 from specc.compiler.text.source import Source
 
 VERSION = 2
@@ -24,7 +25,7 @@ def has_tf32(data: Any) -> bool:
 def refuse_old(source: Source) -> None:
     """Raises SpecError for a spec of version 1 or with an old key. The hint names the command that rewrites the
     spec."""
-    hint = f"run `specc migrate {source.file}`, which rewrites it and keeps its comments"
+    hint = f"run `specc migrate {shell_path(source.file)}`, which rewrites it and keeps its comments"
     if (old := of_version_1(source.data)) or has_tf32(source.data):
         place = source.value(("spec_version",) if old else ("train", "tf32"))
         message = "`train.tf32` is now `train.precision.tf32`"

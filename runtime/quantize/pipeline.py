@@ -6,7 +6,6 @@ and a spec with the chosen bits. Finally, it compares the exact size of the arti
 
 import json
 import math
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from specc.compiler.int8.products import integer_products
 from specc.compiler.passes.assign_quant import reused
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.spec import Calibrate, QuantSpec, Spec
+from specc.compiler.text.shell import shell_path
 from specc.runtime.artifact.artifact import ArtifactSize, measured_bytes
 from specc.runtime.artifact.quantized_model import dequantized
 from specc.runtime.calibration.calibrate import calibration_windows
@@ -215,7 +215,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         with locked(run.staged.parent), ExitStack() as stack:
             return _quantize(run, run.spec.quant, options, say, progress or (lambda stage, done, total: None), stack)
     except QuantizeError as error:
-        again = f"specc quantize {shlex.quote(str(path))} --set quant.KEY=VALUE"
+        again = f"specc quantize {shell_path(path)} --set quant.KEY=VALUE"
         resume = f"the trained weights are saved; resume with: {again}"
         raise QuantizeError(error.message, f"{error.hint}; {resume}" if error.hint else resume) from error
 

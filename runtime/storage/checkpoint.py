@@ -8,7 +8,6 @@ ema.safetensors. Tensors are stored by parameter name. If a run starts from exis
 
 import platform
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
 from specc.compiler.strict import StrictModel, Unit
+from specc.compiler.text.shell import shell_path
 from specc.runtime.errors import IntegrityError, cannot_write
 from specc.runtime.log import logged
 from specc.runtime.storage import committed
@@ -122,7 +122,7 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
         for old in _outdated(folder, keep):
             committed.discard(old)
     except OSError as error:
-        again = f"specc train --run {shlex.quote(str(folder.parent))} --resume auto"
+        again = f"specc train --run {shell_path(folder.parent)} --resume auto"
         raise cannot_write(path, error, f"make it writable, then: {again}") from error
     return path
 

@@ -1,11 +1,11 @@
 """Finds the quantized artifact of a run. Warns if the run has newer weights than the artifact."""
 
 import json
-import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from specc.compiler.text.shell import shell_path
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.storage import committed
 from specc.runtime.storage.committed import Committed
@@ -24,7 +24,7 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
     with suppress(OSError):  # in a read-only folder, an interrupted replacement cannot be finished
         committed.settle(run.quantized, run.staged)
     path = run.quantized / ARTIFACT
-    again = f"specc quantize {shlex.quote(str(run.directory))}"
+    again = f"specc quantize {shell_path(run.directory)}"
     if not path.is_file():
         raise RunFailure(f"{run.directory} is not quantized", f"first: {again}")
     try:

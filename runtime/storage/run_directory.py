@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from specc.compiler.spec import check
 from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import generated_data
 from specc.compiler.strict import StrictModel, later
+from specc.compiler.text.shell import shell_path
 from specc.runtime.errors import IntegrityError, RuntimeFailure, cannot_write
 from specc.runtime.storage.atomic import create_folder, write_atomically
 from specc.runtime.storage.committed import COMMIT, in_words
@@ -57,7 +57,7 @@ def require_path(path: Path) -> None:
     if not path.exists():
         raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
     if path.is_file() and path.suffix in (".yaml", ".yml"):
-        hint = f"train it with `specc train {path}`, then name the run directory"
+        hint = f"train it with `specc train {shell_path(path)}`, then name the run directory"
         raise RunDirectoryError(f"{path}: this file is a spec, which has no weights", hint)
 
 
@@ -136,7 +136,7 @@ class Run:
         """The shell command that continues the run. The command omits options of the first command, such as time
         limits.
         """
-        return f"specc train --run {shlex.quote(str(self.directory))} --resume auto"
+        return f"specc train --run {shell_path(self.directory)} --resume auto"
 
     @property
     def spec_digest(self) -> str:
@@ -281,7 +281,7 @@ def require_free(directory: Path) -> None:
         not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
     )
     if occupied:
-        hint = f"continue that run with --run {shlex.quote(str(directory))} --resume auto, or name another directory"
+        hint = f"continue that run with --run {shell_path(directory)} --resume auto, or name another directory"
         raise RunDirectoryError(f"{directory} is not empty", hint)
 
 

@@ -12,6 +12,7 @@ from specc.compiler.build import canonical
 from specc.compiler.plan.lock import Lock
 from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import BitsSpec
+from specc.compiler.text.shell import shell_path
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.tokenizers.from_spec import tokenizer_of
 from specc.runtime.errors import ExportError, IntegrityError, RunFailure, cannot_write
@@ -74,7 +75,7 @@ def export_submission(
     source = quantized_artifact(run, say)
     overrides = json.loads(Committed.open(run.quantized).read(REPORT)).get("overrides", ())
     run = run.requantized(overrides)
-    again = shlex.join(["specc", "quantize", str(path), *(word for text in overrides for word in ("--set", text))])
+    again = " ".join([f"specc quantize {shell_path(path)}", *(f"--set {shlex.quote(text)}" for text in overrides)])
     spec = run.spec
     assert spec.quant is not None
     artifact = read_verified(source)

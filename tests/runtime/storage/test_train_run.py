@@ -10,6 +10,7 @@ from log_lines import read_log
 from run_samples import gpt_mini
 
 from specc.compiler.spec import check
+from specc.compiler.text.shell import shell_path
 from specc.runtime.errors import EnvironmentFailure, IntegrityError
 from specc.runtime.log import RunLog, Step
 from specc.runtime.storage.run_directory import (
@@ -207,3 +208,12 @@ def test_the_log_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert events == [
         ("start", 0, None), ("step", 1, 1.0), ("step", 2, 2.0), ("start", 2, None), ("step", 3, 3.5),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [("runs/a", "runs/a"), ("-odd", "./-odd"), ("-o d", "'./-o d'"), ("./-odd", "./-odd"), ("a/-b", "a/-b")],
+)
+def test_a_path_is_no_option_of_a_proposed_command(path: str, word: str) -> None:
+    assert shell_path(Path(path)) == word
+    assert Run(Path(path), gpt_mini(), "cpu", "x").resume_command == f"specc train --run {word} --resume auto"
