@@ -155,6 +155,7 @@ def _read_report(path: Path) -> dict[str, Any]:
 
 def _draw(data: Mapping[str, Any], picture: Path) -> None:
     from specc.runtime.bench.roofline import roofline
+    from specc.runtime.storage.atomic import write_atomically
 
-    picture.write_bytes(roofline(data))
+    write_atomically(picture, [roofline(data)])
     say(f"wrote {picture}")

@@ -83,8 +83,9 @@ def command(
         click.echo("\n".join(lines))
     if picture is not None:
         from specc.runtime.compare.picture import comparison_picture
+        from specc.runtime.storage.atomic import write_atomically
 
-        picture.write_bytes(comparison_picture(groups, calibrations, comparison.evaluations))
+        write_atomically(picture, [comparison_picture(groups, calibrations, comparison.evaluations)])
         say(f"wrote {picture}")
 
 

@@ -86,7 +86,13 @@ def number_option(*names: str, help: str, least: int = 1, most: int | None = Non
 def picture_option(text: str) -> Callable[[F], F]:
     """Returns the option `--picture` with the help `text`."""
     path = click.Path(dir_okay=False, writable=True, path_type=Path)
-    return click.option("--picture", type=path, metavar="FILE.png", help=f"{text} Needs matplotlib.")
+
+    def is_png(_: click.Context, __: click.Parameter, value: Path | None) -> Path | None:
+        if value is not None and value.suffix != ".png":  # a picture replaces an older one, but no other file
+            raise click.BadParameter(f"{value} is not the name of a picture: use a name that ends in .png")
+        return value
+
+    return click.option("--picture", type=path, callback=is_png, metavar="FILE.png", help=f"{text} Needs matplotlib.")
 
 
 def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, ...]]:

@@ -98,12 +98,13 @@ def command(
         sweep_folder.write_results(results.facts())
     click.echo(json.dumps(results.facts(), indent=2) if as_json else "\n".join(results.table()))
     if picture is not None:
+        from specc.runtime.storage.atomic import write_atomically
         from specc.runtime.sweep.picture import sweep_picture
 
         if not any(row.metric is not None for row in results.settings):
             say("no picture: no run is finished")
         else:
-            picture.write_bytes(sweep_picture(results, f"{file.stem}: {sweep.spec.stem}"))
+            write_atomically(picture, [sweep_picture(results, f"{file.stem}: {sweep.spec.stem}")])
             say(f"wrote {picture}")
     return 4 if failed else 0
 

@@ -84,6 +84,7 @@ def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
     into the fields of all blocks."""
     rest: Path = path
     stated: frozenset[str] = frozenset()  # the fields of the layer before the changes
+    nearest: Path | None = None  # the last change of the layer
     fields_of = {i: change.fields for i, change in changes.items()}
     if path[:1] == ("layers",) and len(path) > 1:
         index = path[1]
@@ -100,10 +101,13 @@ def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
         # the first element is a key of the block or the name of a layer; the data may lack the last element
         for part in rest[: max(1, len(rest) - 1)]:
             inner = inner.get(part) if isinstance(inner, dict) else None
-        lacks = len(rest) == 2 and isinstance(inner, dict) and rest[1] not in inner and "kind" not in inner
-        if inner is not None and not (lacks and rest[1] in stated):
+        lacks = len(rest) == 2 and isinstance(inner, dict) and rest[1] not in inner
+        if inner is not None and not lacks:
             return ("changes", i, *rest)
-    return path
+        if inner is not None and "kind" in inner:  # a change of the kind replaces the fields
+            return ("changes", i, *rest)
+        nearest = nearest if inner is None else nearest or ("changes", i, *rest)
+    return path if nearest is None or rest[-1] in stated else nearest
 
 
 def _merge_block(base: Data, fields: Data) -> Data:

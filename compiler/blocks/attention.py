@@ -161,6 +161,10 @@ class Attention(ScoreAndMask):
             visible = partial(self.visible, self.bound_mask(mask, shape), shape)
             yield from failure(visible, path, "S276", "write a simpler mask")
 
+    @property
+    def only_masked(self) -> bool:
+        return self.pool is None
+
     def visible(self, mask: str, shape: Shape) -> str:
         return mask if self.pool is None else f"({mask}) or ({self.pool.bound(mask, self.heads, shape)})"
 

@@ -18,7 +18,16 @@ from specc.compiler.blocks.wiring import Counts, WiringText, failure, number
 from specc.compiler.changing_values import SegmentSchedule, points_of, values_of
 from specc.compiler.expr import Const, ExprError, parse, substitute, variables
 from specc.compiler.expr.interval import atoms
-from specc.compiler.expr.mask import CAUSAL, NUMBERS, POSITIONS, bound_mask, parse_mask, sees_later, window_of
+from specc.compiler.expr.mask import (
+    CAUSAL,
+    NUMBERS,
+    POSITIONS,
+    bound_mask,
+    parse_mask,
+    require_visible,
+    sees_later,
+    window_of,
+)
 from specc.compiler.expr.score import PLAIN, bound_score, parse_score
 from specc.compiler.expr.values import Read
 from specc.compiler.expr.wiring import parse_wiring
@@ -115,6 +124,11 @@ class ScoreAndMask(Layer):
     def _sizes(self, shape: Shape) -> Mapping[str, int]:
         return {**shape.sizes, **self.sizes(shape.dim)}
 
+    @property
+    def only_masked(self) -> bool:
+        """Whether queries attend only to keys that the mask admits."""
+        return True
+
     def visible(self, mask: str, shape: Shape) -> str:
         """Returns the condition under which attention evaluates the score of a query and a key. `mask` is the canonical
         text of the mask."""
@@ -178,7 +192,12 @@ class ScoreAndMask(Layer):
 
     def _mask_problems(self, shape: Shape) -> Iterator[Problem]:
         for path, mask in values_of("mask", self.mask):
-            yield from failure(partial(self.bound_mask, mask, shape), path, "S276", "write a simpler mask")
+            yield from failure(partial(self._check_mask, mask, shape), path, "S276", "write a simpler mask")
+
+    def _check_mask(self, mask: str, shape: Shape) -> None:
+        bound = self.bound_mask(mask, shape)
+        if self.only_masked and bound != CAUSAL:
+            require_visible(bound, self.heads, shape.context)
 
     def visible_problems(self, shape: Shape) -> Iterator[Problem]:
         yield from ()

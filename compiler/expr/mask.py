@@ -50,15 +50,13 @@ def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Size
         sizes: The values of the names in SIZES.
 
     Raises:
-        ExprError: If the text is not a mask, if it is false for every query and key, or if a query may attend to a
-            later key outside of the prefix. The last message states the query and the key.
+        ExprError: If the text is not a mask, or if a query may attend to a later key outside of the prefix. The message
+            states the query and the key.
     """
     if text == CAUSAL:  # the mask of most models, which needs no search for a pair of a query and a key
         return text
     numbers = numbers_of(heads, context, prefix, sizes)
     condition = simplify(with_numbers(parse_mask(text), numbers))
-    if find_pair(condition, heads, context) is None:
-        raise ExprError("the mask is false for every query and key", hint="change the condition, or remove the layer")
     _refuse_later_keys(text, condition, numbers, heads, context)
     if prefix and sees_later(str(condition), heads):
         if with_documents(condition, ALWAYS) != condition:
@@ -170,6 +168,19 @@ def sees_later(text: str, heads: int) -> bool:
     """Returns whether a canonical mask lets a query attend to a later key. In a valid mask, only queries in the prefix
     attend to later keys."""
     return text != CAUSAL and find_pair(Logic("and", (reread(text, LANGUAGE), LATER)), heads, NEAREST) is not None
+
+
+@lru_cache(maxsize=256)
+def require_visible(text: str, heads: int, context: int) -> None:
+    """Raises ExprError if a canonical mask is false for all queries and keys of a sequence of `context` tokens."""
+    condition = reread(text, LANGUAGE)
+    try:
+        hidden = not any(example(with_documents(condition, same), context, heads) for same in (ALWAYS, NEVER))
+    except Undecided:
+        return
+    if hidden:
+        message = f"the mask is false for every query and key of {context:,} tokens"
+        raise ExprError(message, hint="change the condition, or remove the layer")
 
 
 @lru_cache(maxsize=256)

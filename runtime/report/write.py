@@ -68,7 +68,8 @@ def write_card(run: Path, out: Path | None, force: bool = False) -> Path:
 
 def _path(out: Path | None, default: Path, force: bool) -> Path:
     path = out or default
-    require_replaceable(path, force or path.absolute() == default.absolute())
+    here = path.parent.resolve() == default.parent.resolve() and path.name == default.name
+    require_replaceable(path, force or here)
     return path
 
 

@@ -1,5 +1,6 @@
 """Reads the history of a run from its log: steps, validations and the end. Repeated steps are removed."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,11 +105,12 @@ class RunHistory:
             case "start":
                 self.end, self.message = None, ""
             case "step":
-                last = self.steps[-1] if self.steps else LoggedStep(0, 0.0, 0.0, 0.0)
+                last = self.steps[-1] if self.steps else LoggedStep(0, math.nan, 0.0, 0.0)
                 tokens = event.get("tokens")
                 if not is_number(tokens):  # the logs of old versions contain only the rate
                     tokens = event["tokens_per_second"] * (event["seconds"] - last.seconds)
-                self.steps.append(LoggedStep(event["step"], event["loss"], event["seconds"], last.tokens + tokens))
+                loss = event.get("loss", last.loss)  # a skipped step whose loss is infinite has none
+                self.steps.append(LoggedStep(event["step"], loss, event["seconds"], last.tokens + tokens))
             case "validation":
                 values = {key: value for key, value in event.items() if key not in ("event", "step", "weights")}
                 self.validations.append(LoggedValidation(event["step"], event["weights"], values))
@@ -120,9 +122,9 @@ class RunHistory:
 
 def _has_fields(record: Record) -> bool:
     """Returns whether a record has all fields that the history reads."""
-    event = record["event"]
+    event, skipped = record["event"], record.get("skipped") is True  # the loss of a skipped step may be infinite
     return (
-        all(is_number(record.get(name)) for name in _NUMBERS.get(event, ()))
+        all(is_number(record.get(name)) for name in _NUMBERS.get(event, ()) if name != "loss" or not skipped)
         and (event != "step" or any(is_number(record.get(name)) for name in ("tokens", "tokens_per_second")))
         and (event not in ("validation", "end") or isinstance(record.get("weights"), str))
     )

@@ -178,7 +178,7 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
     places = [shlex.quote(str(place)) for place in (sys.argv[0], out, options.data)]
     chosen = f" --target {options.target}" if options.target else ""
     trained = TrainedFile(out, target, "python {} quantize {} --data {}".format(*places) + f"{chosen} [--budget BYTES]")
-    streams = [open_stream(options.data, split, TOKENIZER, Path()) for split in ("train", "val")]
+    streams = [open_stream(options.data, split, TOKENIZER, None) for split in ("train", "val")]
     if options.command == "quantize":
         trained.load(world.device)  # raises an error before earlier weights are renamed
     before = out.with_name(f"{out.name}.before")
@@ -282,7 +282,7 @@ def score(world: World, target: str, options: Any) -> BitsPerByte:
     stored, known = read_weights(Path(options.weights))
     model = realized(target, dequantized(stored), world.device)
     call = torch.compile(model.score, fullgraph=True) if world.device.type == "cuda" else model.score
-    stream = open_stream(options.data, "val", TOKENIZER, Path())
+    stream = open_stream(options.data, "val", TOKENIZER, None)
     try:
         windows = WindowPlan(plan.EVAL.window or plan.WINDOW, plan.EVAL.batch, plan.EVAL.stride, plan.UNSCORED)
         text = ScoredText(stream, TOKENIZER, options.max_tokens)

@@ -207,11 +207,12 @@ def _settings(file: SweepFile) -> Iterator[_Setting]:
 
 
 def _with_unique_names(settings: Sequence[_Setting]) -> list[_Setting]:
-    """Appends a digest of the overrides to equal names of different settings, whose long values were cut."""
+    """Appends a digest of the overrides to names that earlier settings with other overrides have. The long values of
+    such settings were cut. Settings that are added later change no name."""
     texts = [str([override.text for override in setting.overrides]) for setting in settings]
-    counts = Counter(name for name, _ in {(s.name, text) for s, text in zip(settings, texts, strict=True)})
+    first = {setting.name: text for setting, text in reversed([*zip(settings, texts, strict=True)])}
     return [
-        s if counts[s.name] == 1 else replace(s, name=f"{s.name} {hashlib.sha256(text.encode()).hexdigest()[:8]}")
+        s if text == first[s.name] else replace(s, name=f"{s.name} {hashlib.sha256(text.encode()).hexdigest()[:8]}")
         for s, text in zip(settings, texts, strict=True)
     ]
 

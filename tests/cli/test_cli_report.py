@@ -31,7 +31,8 @@ def test_only_its_own_page_is_replaced_without_force(
         spec.write_text("name: kept\n")
         assert [run(["report", str(directory), *options]) for _ in range(2)] == [0, 0]
         page = directory / ("README.md" if "--card" in options else "report.html")
-        assert run(["report", str(directory), *options, "--out", str(page)]) == 0
+        spelled = directory / ".." / directory.name / page.name
+        assert [run(["report", str(directory), *options, "--out", str(path)]) for path in (page, spelled)] == [0, 0]
         assert run(["report", str(directory), *options, "--out", str(spec)]) == 2
         assert f"U012 {spec} exists" in capsys.readouterr().err and spec.read_text() == "name: kept\n"
         assert run(["report", str(directory), *options, "--out", str(spec), "--force"]) == 0

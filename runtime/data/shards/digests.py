@@ -14,19 +14,20 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def require_recorded(path: Path, entry: ShardEntry, cache: Path) -> None:
+def require_recorded(path: Path, entry: ShardEntry, cache: Path | None) -> None:
     """Raises DataIntegrityError if the file `path` is not the file of `entry`, by its SHA-256.
 
     The folder `cache` has a note of each file that was read. A file with the inode, the size and the times of its note
-    is not read again.
+    is not read again. If `cache` is None, no notes are read or written.
     """
     status = path.stat()
     facts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, entry.sha256)
-    note, text = cache / "digests" / hashlib.sha256(str(path.absolute()).encode()).hexdigest(), f"{facts}\n"
+    note = None if cache is None else cache / "digests" / hashlib.sha256(str(path.absolute()).encode()).hexdigest()
     with contextlib.suppress(OSError):
-        if note.read_text() == text:
+        if note is not None and note.read_bytes() == f"{facts}\n".encode():
             return
     if sha256_of(path) != entry.sha256:
         raise DataIntegrityError(f"{path}: not the file that {RECORD} describes: its SHA-256 differs", HINT)
     with contextlib.suppress(OSError):  # without a note, the file is read again at the next start
-        replace_file(note, text)
+        if note is not None:
+            replace_file(note, f"{facts}\n")

@@ -115,7 +115,7 @@ class TokenStream:
             shard.close()
 
 
-def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path) -> TokenStream:
+def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path | None) -> TokenStream:
     """Opens one split of a source as a stream of tokens.
 
     If the source is text, the first call tokenizes the text and stores the tokens in `cache`. If a file changes, the
@@ -129,7 +129,7 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
         source: a text source (see `specc.runtime.data.documents.corpus.documents`) or shards.
         split: "train" or "val".
         tokenizer: the tokenizer of the stream.
-        cache: the folder of tokenized text.
+        cache: the folder of tokenized text, and of notes about shards. None if the source is shards, without notes.
 
     Returns:
         The stream.
@@ -146,12 +146,13 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
         if split == "val":
             stream.require_scorable(tokenizer)
         return stream
+    assert cache is not None, "text needs a folder for its tokens"
     record, shards = open_cached(source, split, tokenizer, cache)
     vocab, digest = tokenizer.vocab, tokenizer.digest()
     return TokenStream(shards, _starts(shards), vocab, record.documents, record.document_bytes, digest, record.sha256)
 
 
-def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, cache: Path, whole: bool) -> TokenStream:
+def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, cache: Path | None, whole: bool) -> TokenStream:
     """Opens the shards of a split in place, without copying them. Shards that a `shards.json` lists are read whole, and
     compared with it; `cache` has notes of those that need not be read again.
 

@@ -160,6 +160,9 @@ def test_a_report_is_drawn_again(
     assert "is a report, not a spec; add --picture FILE" in capsys.readouterr().err
     assert run(["bench", str(report), "--picture", str(again)]) == 0
     assert again.read_bytes() == whole[1].read_bytes()
+    content = report.read_text()
+    assert run(["bench", str(report), "--picture", str(report)]) == 2 and report.read_text() == content
+    assert "use a name that ends in .png" in capsys.readouterr().err
     report.write_text(json.dumps(whole[0] | {"kernels": [], "groups": []}))
     assert run(["bench", str(report), "--picture", str(again)]) == 2
     assert "not a report of kernels or groups" in capsys.readouterr().err

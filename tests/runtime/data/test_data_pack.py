@@ -92,6 +92,11 @@ def test_a_changed_shard_is_refused_and_an_unchanged_one_is_read_once(
         open_stream(out, "val", ByteTokenizer(), cache).close()
     shard = out / "tokens_val_000000.bin"
     assert digests == [shard]
+    (note,) = (cache / "digests").iterdir()
+    note.write_bytes(b"\xff\xfe")  # a damaged note is not believed
+    open_stream(out, "val", ByteTokenizer(), cache).close()
+    open_stream(out, "val", ByteTokenizer(), None).close()
+    assert digests == [shard] * 3
     status, data = shard.stat(), bytearray(shard.read_bytes())
     data[-2] ^= 1
     shard.write_bytes(data)

@@ -71,6 +71,13 @@ def test_the_reason_of_the_last_stop(tmp_path: Path) -> None:
     assert history(tmp_path, START, step(1), stopped, {"event": "start", "step": 1}).message == ""
 
 
+def test_a_skipped_step_may_have_no_loss(tmp_path: Path) -> None:
+    skipped = {key: value for key, value in step(2).items() if key != "loss"} | {"skipped": True}
+    result = history(tmp_path, START, step(1), skipped, step(3))
+    assert result.unreadable == 0 and [s.step for s in result.steps] == [1, 2, 3]
+    assert result.steps[1].loss == result.steps[0].loss and result.steps[1].tokens > result.steps[0].tokens
+
+
 @pytest.mark.parametrize("event", [step(2), validation(2, "raw", 1.0), end(2)], ids=lambda event: event["event"])
 def test_a_record_that_lacks_a_field_is_skipped(tmp_path: Path, event: dict[str, Any]) -> None:
     whole = [START, step(1), validation(1, "raw", 4.0), end(1, weights="raw")]

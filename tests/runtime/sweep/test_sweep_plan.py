@@ -85,10 +85,14 @@ def test_long_values_with_equal_starts_are_settings_of_their_own(tmp_path: Path)
     mapping = "{warmup_fraction: 0.1, warmdown_fraction: 0.5, floor: %s}"
     text = f"grid: {{train.schedule: [{mapping % 0.05}, {mapping % 0.5}, {{warmup_steps: 5}}]}}\n"
     first, second, short = read_sweep(sweep_file(tmp_path, text)).runs
-    start = 'schedule={"warmup_fraction": 0.1, "warmdown_fr... '
-    assert first.setting.startswith(start) and second.setting.startswith(start)
+    assert (
+        first.setting == 'schedule={"warmup_fraction": 0.1, "warmdown_fr...'
+        and second.setting[:-8] == first.setting + " "
+    )
     assert first.setting != second.setting and first.name != second.name
     assert short.setting == 'schedule={"warmup_steps": 5}'
+    (alone,) = read_sweep(sweep_file(tmp_path, f"grid: {{train.schedule: [{mapping % 0.05}]}}\n")).runs
+    assert (alone.setting, alone.name) == (first.setting, first.name)  # a value that is added changes no name
 
 
 def test_a_problem_of_an_override_is_shown_in_the_sweep_file(tmp_path: Path) -> None:
