@@ -101,12 +101,12 @@ def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
         # the first element is a key of the block or the name of a layer; the data may lack the last element
         for part in rest[: max(1, len(rest) - 1)]:
             inner = inner.get(part) if isinstance(inner, dict) else None
-        lacks = len(rest) == 2 and isinstance(inner, dict) and rest[1] not in inner
-        if inner is not None and not lacks:
+        if inner is None:
+            continue
+        # a change of the kind replaces all fields
+        if len(rest) != 2 or not isinstance(inner, dict) or rest[1] in inner or "kind" in inner:
             return ("changes", i, *rest)
-        if inner is not None and "kind" in inner:  # a change of the kind replaces the fields
-            return ("changes", i, *rest)
-        nearest = nearest if inner is None else nearest or ("changes", i, *rest)
+        nearest = nearest or ("changes", i, *rest)
     return path if nearest is None or rest[-1] in stated else nearest
 
 

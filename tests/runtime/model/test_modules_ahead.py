@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ATTENTION, MLP, TRAIN, float64, pair, spec_data, spec_of
+from tiny_models import ATTENTION, MLP, TRAIN, Pair, float64, pair, spec_data, spec_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -73,6 +73,14 @@ LAYER_NORM = {"blocks": {"norm": {"kind": "layer", "places": ["before", "after"]
 FUSED = ({"ahead1.mlp": ["up", "act", "down"]}, {"ahead1.attention": ["y"]}, {"head": ["logits", "loss"]})
 
 
+def loss_equal_to_the_reference(ours: Pair, ids: Tensor, targets: Tensor) -> Tensor:
+    weight = torch.tensor(0.3)
+    loss: Tensor = ours.model(ids, targets, weight)
+    expected = ours.reference("train", ids=ids, targets=targets, module_ahead_weight=weight)["loss"]
+    torch.testing.assert_close(loss, expected)
+    return loss
+
+
 @pytest.mark.parametrize("form", ["heads", "sequential"])
 @pytest.mark.parametrize(
     "options",
@@ -87,12 +95,7 @@ def test_a_module_is_a_block_like_the_last_one(options: dict[str, Any], form: st
     ]
     with float64():
         ours = pair(spec_of(data), tmp_path)
-        ids, targets = ours.batch()
-        weight = torch.tensor(0.3)
-        loss = ours.model(ids, targets, weight)
-        expected = ours.reference("train", ids=ids, targets=targets, module_ahead_weight=weight)["loss"]
-        torch.testing.assert_close(loss, expected)
-        loss.backward()
+        loss_equal_to_the_reference(ours, *ours.batch()).backward()
         assert all(value.grad is not None for value in ours.model.parameters())
 
 
@@ -126,10 +129,7 @@ def test_modules_read_the_tokens_of_the_prefix(tmp_path: Path) -> None:
     with float64():
         ours = pair(spec_of(data), tmp_path)
         ids, targets = ours.batch()
-        weight = torch.tensor(0.3)
-        loss = ours.model(ids, targets, weight)
-        expected = ours.reference("train", ids=ids, targets=targets, module_ahead_weight=weight)["loss"]
-        torch.testing.assert_close(loss, expected)
         changed = targets.clone()
         changed[:, 0] = (changed[:, 0] + 1) % 11
-        assert not torch.equal(ours.model(ids, changed, weight), loss)
+        loss, other = (loss_equal_to_the_reference(ours, ids, values) for values in (targets, changed))
+        assert not torch.equal(loss, other)

@@ -170,8 +170,8 @@ def test_a_run_resumes_bit_for_bit_between_two_updates(left_out: str, tmp_path: 
         for _ in range(steps):
             run.advance()
     snapshot = first.snapshot()
-    kept = {name: tensor for name, tensor in snapshot.optimizer.items() if left_out not in name}
-    path = checkpoint.save(tmp_path / "checkpoints", replace(snapshot, optimizer=kept))
+    without = {name: tensor for name, tensor in snapshot.optimizer.items() if left_out not in name}
+    path = checkpoint.save(tmp_path / "checkpoints", replace(snapshot, optimizer=without))
     second.restore(checkpoint.load(path))
     for _ in range(3):
         second.advance()
