@@ -29,7 +29,7 @@ class _Writing:
         """Returns the random numbers for the next `steps` tokens of the text. `count` is the maximum number of tokens
         of the text.
 
-        The first `count` numbers are the numbers that `sample_tokens` uses for the same seed. All later numbers are 0,
+        The first `count` numbers are the numbers that `sample_blocks` uses for the same seed. All later numbers are 0,
         because the tokens after `count` are discarded.
         """
         while len(self.numbers) < steps and self.drawn < count:

@@ -294,29 +294,6 @@ def sample_blocks(
             yield decoder.write(sampling, vocab, uniform)
 
 
-def sample_tokens(
-    decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
-) -> Iterator[Tensor]:
-    """Samples `count` tokens that continue each text. Yields one token per text at a time.
-
-    Args:
-        decoder: the decoder of the model.
-        tokens: the start of each text, i64 [rows, T].
-        vocab: the number of logits to use, from id 0.
-        sampling: the sampling settings.
-        seeds: one seed per text. The random numbers of a text depend only on its seed.
-        count: the number of tokens to sample for each text.
-
-    Yields:
-        The next token of each text, i64 [rows].
-
-    Raises:
-        SamplingError: if a seed has more than 64 bits.
-    """
-    for block in sample_blocks(decoder, tokens, vocab, sampling, seeds, count, 1):
-        yield block[:, 0]
-
-
 def on_the_host(blocks: Iterable[Tensor]) -> Iterator[list[list[int]]]:
     """Copies blocks of tokens from the device to the host. Yields each block as lists of integers, one list per row.
 

@@ -15,7 +15,7 @@ from specc.compiler.spec.spec import Calibrate
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.decode.pages import decoder_of
 from specc.runtime.decode.sampling import Sampling
-from specc.runtime.decode.text import StepFunction, sample_tokens
+from specc.runtime.decode.text import StepFunction, sample_blocks
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.model.protocols import GeneratedText
 
@@ -102,9 +102,10 @@ def write_text(
     try:
         # The rows end before the cache is full, so the decoder never prefills a text again
         decoder = decoder_of(model.text_model, length, model.device, rows, None if step is None else step(rows))
-        steps = sample_tokens(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length)
-        for done, sampled in enumerate(steps, 1):
-            written[:, done] = sampled
+        done = 0
+        for block in sample_blocks(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length):
+            written[:, done + 1 : done + 1 + block.shape[1]] = block
+            done += block.shape[1]
             if progress is not None and (done % REPORT_EVERY == 0 or done == length):
                 progress(done, length)
         tokens = written.cpu()

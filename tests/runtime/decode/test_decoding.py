@@ -8,6 +8,7 @@ import pytest
 import torch
 from golf_models import OPTIONS, spec_of
 from run_samples import VARIANTS, model_of, small_spec
+from sampled_tokens import sample_tokens
 from tiny_models import float64, pair, random_params
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from specc.compiler.pipeline import lower
 from specc.compiler.spec.spec import Spec
 from specc.runtime.decode import text as decoding
 from specc.runtime.decode.sampling import Sampling
-from specc.runtime.decode.text import Decoder, on_the_host, sample_blocks, sample_tokens
+from specc.runtime.decode.text import Decoder, on_the_host, sample_blocks
 from specc.runtime.model.protocols import GeneratedText
 from specc.runtime.open_model import realize
 

@@ -6,13 +6,14 @@ from typing import cast
 
 import pytest
 import torch
+from sampled_tokens import sample_tokens
 from tiny_models import random_params
 from torch import Tensor
 
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.check import load
 from specc.runtime.decode.sampling import Sampling
-from specc.runtime.decode.text import Decoder, sample_tokens
+from specc.runtime.decode.text import Decoder
 from specc.runtime.model.protocols import GeneratedText
 from specc.runtime.open_model import realize
 

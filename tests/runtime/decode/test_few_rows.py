@@ -7,6 +7,7 @@ import torch
 from golf_models import OPTIONS, spec_of
 from gpus import gpu_target
 from run_samples import EXPERTS, VARIANTS, small_spec
+from sampled_tokens import sample_tokens
 from tiny_models import ATTENTION, MLP, random_params, tiny
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from specc.runtime.decode.few_rows import few_row_model, step_of
 from specc.runtime.decode.many_texts import sample_texts
 from specc.runtime.decode.pages import PagedDecoder, decoder_of, page_of, with_cache
 from specc.runtime.decode.sampling import Sampling
-from specc.runtime.decode.text import Decoder, sample_tokens
+from specc.runtime.decode.text import Decoder
 from specc.runtime.model.load import Loaded
 from specc.runtime.model.protocols import text_model
 from specc.runtime.open_model import realize

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpus import gpu_target
 from run_samples import EXPERTS, SMALL, SPEC, VARIANTS, small_spec
+from sampled_tokens import sample_tokens
 from test_few_rows import check_steps, texts
 from tiny_models import random_params
 from torch import Tensor
@@ -27,7 +28,7 @@ from specc.runtime.bench.decode_text import CODES, CONTIGUOUS
 from specc.runtime.decode.few_rows import few_row_model, library_step, step_of
 from specc.runtime.decode.pages import PagedTexts, in_pages, page_of
 from specc.runtime.decode.sampling import Sampling
-from specc.runtime.decode.text import Decoder, sample_tokens
+from specc.runtime.decode.text import Decoder
 from specc.runtime.model.load import Loaded
 from specc.runtime.model.protocols import text_model
 from specc.runtime.open_model import open_model, realize_stored

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from run_samples import make_run, small_spec, write_text
+from sampled_tokens import sample_tokens
 from tiny_models import ATTENTION, MLP, Pair, float64, pair, tiny
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from specc.runtime.decode import many_texts
 from specc.runtime.decode.many_texts import sample_texts
 from specc.runtime.decode.pages import PagedDecoder, PagedTexts, in_pages, pages_for
 from specc.runtime.decode.sampling import Sampling
-from specc.runtime.decode.text import Decoder, sample_tokens
+from specc.runtime.decode.text import Decoder
 from specc.runtime.errors import RunFailure
 from specc.runtime.generate import generate, generate_many
 from specc.runtime.hugging_face.recognizing import recognized

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ahead_of_time import gpu_of, on_gpu, problems
 from gpus import gpu_target, skip_without_e4m3
+from sampled_tokens import sample_tokens
 from test_few_rows import loaded_of, texts
 from tiny_models import MLP, tiny
 
@@ -17,7 +18,7 @@ from specc.compiler.targets import TARGETS
 from specc.runtime.decode.few_rows import step_of
 from specc.runtime.decode.pages import decoder_of, page_of
 from specc.runtime.decode.sampling import Sampling
-from specc.runtime.decode.text import Decoder, sample_tokens
+from specc.runtime.decode.text import Decoder
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import import_model
 from specc.runtime.model.protocols import text_model
