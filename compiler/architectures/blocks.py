@@ -324,7 +324,7 @@ def earlier_problems(
             continue
         if not 0 <= source < run:
             read = replace(value, index=str(source))
-            message = f"run {run} (block {layer}) reads `{read}`, but can read only earlier runs"
+            message = f"block {layer}, in run {run} of the blocks, reads `{read}`, but can read only earlier runs"
             first = "in run 0, read `x0`" if value.function == OUTPUT else "read it in a change with `where: layer > 0`"
             earlier = f"runs 0 to {run - 1}" if run > 1 else "run 0"
             hint = f"read one of {earlier}: limit `where`, or change the formula" if run else first

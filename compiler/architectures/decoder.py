@@ -276,8 +276,8 @@ class _Trunk(NamedTuple):
 
 @record
 class _Lowering:
-    """Lowers a decoder in which each schedule is replaced by the schedule's value in one phase. A phase is a part of
-    the training run in which no schedule of the model changes.
+    """Lowers a decoder for one phase of training. No schedule of the model changes within a phase, so that each
+    schedule is replaced by its value.
 
     Attributes:
         model: The decoder.
@@ -285,8 +285,8 @@ class _Lowering:
         losses: The terms of the training loss.
         title: The name of this phase's softcap in generated code. Empty if the last phase of training has the same
             softcap.
-        phase: The method name of this phase's block functions. Empty if the last phase of training has the same
-            functions.
+        phase: The method of the blocks that computes this phase, such as `phase0`. Empty if the method for the last
+            phase of training computes the same.
     """
 
     model: Decoder

@@ -329,7 +329,8 @@ class Stage(Wired):
 class Layer(Wired):
     """One residual branch of a block.
 
-    The branch computes an output `y` from a normalized value of the block. Expressions of a layer can read the same
+    The branch computes an output `y`. Its input is the value that `read` computes, by default the residual stream. If
+    the block has a norm, the input is normalized. Expressions of a layer can read the same
     values as the expressions of the block.
 
     Attributes:

@@ -146,7 +146,8 @@ class RopeSpec(StrictModel):
         return RopeAngles(dims, self.base * (context / self.trained) ** (dims / (dims - 2)))
 
     def formula(self, size: int, context: int) -> str | None:
-        """Returns the formula by which `trained` raises the base for a longer context, or None."""
+        """Returns the base of the angles as a formula, if the context is longer than `trained` and therefore raises the
+        base. Otherwise, returns None."""
         dims = self.dims or size
         if self.trained is None or context <= self.trained:
             return None

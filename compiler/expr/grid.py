@@ -22,8 +22,8 @@ TOLERANCE = 1e-3
 
 @record
 class Deviation:
-    """A point at which a planned value or gradient is wrong. The planned number differs from both results of Torch: the
-    float32 result and the float64 result."""
+    """A point at which a fused activation would compute a wrong value or gradient. The float32 number differs from both
+    results of Torch: the float32 result and the float64 result."""
 
     title: str
     at: tuple[tuple[str, float], ...]
@@ -85,7 +85,8 @@ def _autograd(expr: Expr, wrt: tuple[str, ...], at: "dict[str, Tensor]", dtype: 
 
 
 def _near_overflow(expr: Expr, at: "dict[str, Tensor]") -> "Tensor":
-    """Returns a mask of the points at which a part of `expr` is finite, but above HEADROOM times float32's maximum."""
+    """Returns a mask of the points at which a part of `expr` is close to overflow in float32: its absolute value is
+    finite, but more than HEADROOM (1/256) of float32's maximum."""
     import torch
 
     largest = torch.finfo(torch.float32).max

@@ -47,7 +47,8 @@ class TableRead:
     Attributes:
         variable: The variable that stands for the element in the score.
         table: The name of the table.
-        indices: One whole-number expression of i, j and h per dim.
+        indices: The index in each dim of the table. Each index is a whole-number expression of the query position i,
+            the key position j and the head h.
     """
 
     variable: str
@@ -275,6 +276,6 @@ def _check_index(
         at = ", ".join(
             f"{name} = {value}" for name, value in zip(POSITIONS, pair, strict=True) if name in variables(index)
         )
-        message = f"index {place + 1} of {table}, `{index}`, may be out of range: this dim of the table has size {size}"
+        message = f"the index `{index}` in dim {place} of {table}, which has size {size}, may be out of range"
         limit = f"max({index}, 0)" if value < 0 else f"min({index}, {size - 1})"
-        raise ExprError(f"{message}, and the index is {value} at {at}", column, f"limit the index: {limit}")
+        raise ExprError(f"{message}: it is {value} at {at}", column, f"limit the index: {limit}")

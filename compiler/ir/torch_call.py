@@ -46,8 +46,8 @@ class TorchCall:
 
     @property
     def support(self) -> str:
-        """Returns the name of the support function that the call or one of its arguments calls. The name is empty if
-        there is no such support function."""
+        """Returns the name of the support function of this call. If the function is not a support function, returns the
+        name of the first support function in the arguments. The name is empty if there is none."""
         if self.function.isidentifier():
             return self.function
         return next((arg.support for arg in self.args if isinstance(arg, TorchCall) and arg.support), "")

@@ -92,7 +92,7 @@ class Pointwise(Op):
 
     @property
     def formula(self) -> str:
-        """Returns the expressions as text without the title, such as `(d, slope) -> d * slope`."""
+        """Returns the expressions as text, such as `(d, slope) -> d * slope`."""
         labels = self.labels or ("",) * len(self.outputs)
         values = (f"{label} = {text}" if label else text for label, text in zip(labels, self.outputs, strict=True))
         text = f"({', '.join(self.variables)}) -> {', '.join(values)}" + (f" as {self.dtype}" if self.dtype else "")

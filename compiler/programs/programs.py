@@ -316,7 +316,8 @@ def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "",
         graph: The program or function to flatten.
         groups: If true, every fused group is replaced by its nodes. Otherwise, only fused groups without a gradient are
             replaced.
-        at: The path at which `graph` runs.
+        at: The path of the part of the model that runs `graph`, such as `blocks.0`. Names of nodes and parameters begin
+            with this path. Empty for a whole program.
         derived: If true, calls of functions that compute derived weights are replaced too. Otherwise, derived weights
             are parameters of the returned graph.
     """
@@ -351,7 +352,8 @@ def _inlined(
         programs: The programs with the functions and groups.
         graph: The graph to inline.
         groups: Whether to replace every fused group; see `flatten`.
-        at: The path at which `graph` runs.
+        at: The path of the part of the model that runs `graph`, such as `blocks.0`. Names of nodes and parameters begin
+            with this path. Empty for a whole program.
         calls: Whether to replace calls.
         derived: Whether to replace calls of functions that compute derived weights; see `flatten`.
     """
@@ -452,6 +454,5 @@ def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
 
 
 def owner(ref: str) -> str:
-    """Returns the name of the class in `ref`, the name of a function. For example, the class of `block.forward` is
-    `block`."""
+    """Returns the class in the name of a function. For example, the class in `block.forward` is `block`."""
     return node_of(ref).partition(".")[0]

@@ -318,8 +318,8 @@ class Body:
         self.ahead, self.guard = before, guard
 
     def release(self, *names: str) -> None:
-        """Assigns the pending values (values without a name yet) that read one of `names`, before these names are
-        reassigned."""
+        """Writes an assignment for each pending value that reads one of `names`. A pending value has no variable yet.
+        The method must be called before these names are reassigned."""
         while waiting := next(
             (ref for ref, (text, _, _) in self.pending.items() if any(mentions(text, name) for name in names)), None
         ):

@@ -105,11 +105,13 @@ class Conditions:
         return None
 
     def _divided(self, where: Where, every: Where) -> Condition:
-        """Returns a condition for the variants `where` that joins tests by both `and` and `or`.
+        """Returns a condition that is true for the variants in `where`, and false for the other variants of `every`.
+        The condition joins tests by both `and` and `or`.
 
         One fact (a condition on an argument or attribute) divides the variants `every` into two parts, and each part
         has a separate condition. A part needs no further test if all of its variants are in `where`, or if none of its
-        variants is in `where`. The chosen fact leaves the fewest variants in parts that need further tests.
+        variants is in `where`. Of all facts, the method chooses the fact for which the parts that need further tests
+        contain the fewest variants.
         """
 
         def parts(fact: Fact) -> Iterator[tuple[Condition, Where, Where]]:

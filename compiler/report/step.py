@@ -121,8 +121,8 @@ class Step:
 
     @property
     def beyond_ms(self) -> float | None:
-        """The measured time of the whole step beyond the times of its classes of work, in ms. Kernels take longer
-        within a step than alone. None if a time is missing, or if the whole is not longer."""
+        """The measured time of the step minus the sum of the times of its classes of work, in ms. Kernels take longer
+        within a step than alone. None if a time is missing, or if the difference is not positive."""
         if self.timing is None or any(work.ms is None for work in self.works):
             return None
         beyond = self.timing.ms - sum(work.expected_ms for work in self.works)

@@ -61,7 +61,7 @@ Chunks = Annotated[Annotated[int, Field(ge=2, le=1024)], Tag("chunks")]
 def _one_pattern(point: dict[str, tuple[str, ...] | int]) -> dict[str, tuple[str, ...] | int]:
     numbers = {key for key, value in point.items() if isinstance(value, int)}
     if numbers - {"chunks"} or len(point) - len(numbers) != 1:
-        message = "a fusion point is one pattern with a list of nodes; it may also have the number `chunks`"
+        message = "a fusion point must have one pattern with a list of nodes; only `chunks` may be a number"
         raise Refused(message, "write one pattern with its nodes, e.g. `head: [logits, softcap, loss]`")
     return point
 

@@ -388,7 +388,9 @@ class ExactMatchSpec(StrictModel):
     def problems(self) -> Iterator[Problem]:
         if (self.beam is None) != (self.decode == "greedy"):
             message = (
-                "`decode: beam` needs the number `beam`" if self.beam is None else "`decode: greedy` takes no `beam`"
+                "`decode: beam` also needs `beam`, the number of beams"
+                if self.beam is None
+                else "`decode: greedy` takes no `beam`"
             )
             yield Problem(("decode",), "S226", message, "e.g. `decode: beam, beam: 4`, or `decode: greedy` alone")
 

@@ -54,8 +54,8 @@ class DecodeRow:
         spread: the difference between the times of the two timed passes, divided by the smaller time.
         building: the seconds to generate the module from the spec, to compile its kernels, and to move it to its
             device.
-        first: the seconds by which the untimed first pass exceeded a timed pass. The first pass compiles code and
-            captures CUDA graphs.
+        first: the additional seconds of the first pass, which compiles code and captures CUDA graphs. The first pass is
+            not included in `ms`.
         exact: the number of decoded lines that equal their target line.
         agreeing: the fraction of lines for which this decoder returns the same text as the decoder with a cache. None
             for the decoder with a cache.

@@ -9,7 +9,7 @@ from specc.compiler.spec.data.lines import file_settings
 from specc.runtime.data.errors import DataError
 
 SHOWN = 3  # maximum number of suggestions in a hint
-SOURCES = "data are a text, jsonl or token-shard file, a folder of them, or `stdlib`"
+SOURCES = "name a text file, a jsonl file, a token shard, a folder of such files, or `stdlib`"
 
 
 def nearest_paths(path: Path) -> str:

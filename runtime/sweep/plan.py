@@ -108,8 +108,12 @@ class PlannedSweep:
 class _Override:
     """An override, and its position in the sweep file.
 
-    For an entry `path=value`, the attribute `path` is the position of the entry. In a grid, `path` is the position of
-    the key, and the attribute `value` is the position of the value.
+    An override is an entry of a list, such as `train.seed=1`, or a key of a grid with one of its values.
+
+    Attributes:
+        text: the override, such as `train.seed=1`.
+        path: the position of the entry, or of the key.
+        value: the position of the value in a grid. None for an entry of a list.
     """
 
     text: str

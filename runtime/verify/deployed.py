@@ -101,7 +101,7 @@ def _tokens(spec: Spec) -> int:
 
 
 def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterator[Check]:
-    """Compares scores with f64 references: scores of whole sequences, and scores of token-by-token decoding.
+    """Compares the scores of whole sequences, and the scores of token-by-token decoding, with f64 references.
 
     The references use the same quantized codes as the model.
     """

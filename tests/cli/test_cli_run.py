@@ -259,7 +259,7 @@ def test_mistakes_are_told_without_a_traceback(
     ("missing", "hint"),
     [
         ("train.text", "did you mean {data}/train.txt"),
-        ("nothing alike", "data are a text, jsonl or token-shard file, a folder of them, or `stdlib`"),
+        ("nothing alike", "name a text file, a jsonl file, a token shard, a folder of such files, or `stdlib`"),
         ("no/such/text.txt", "there is no {data}/no"),
     ],
 )

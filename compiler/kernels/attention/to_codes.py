@@ -40,8 +40,8 @@ class CodesContext(NamedTuple):
 
 
 class CodesTriton(Kernel):
-    """Accepts 16-bit rows of at most 4,096 channels. The kernel rounds the rows in one launch. In Torch, each operation
-    of the rounding needs its own kernel."""
+    """A kernel that rounds rows to 8-bit codes in one launch. In Torch, each operation of the rounding needs its own
+    kernel. The rows have 16-bit values and at most 4,096 channels."""
 
     def rejects(self, site: Site) -> str | None:
         (x,) = site.inputs

@@ -82,7 +82,8 @@ SHORT = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (2048, 2), (1024, 4), (1024
 
 
 class Loss(NamedTuple):
-    """The context of templates/torch/softmax_op.py.jinja, which the Triton kernel and the CUDA kernel share.
+    """The values for templates/torch/softmax_op.py.jinja. The templates of the Triton kernel and of the CUDA kernel
+    include this template.
 
     The fake implementation of a custom op returns outputs without values, for Torch's tracing. A token may have
     additional targets besides the next token.
@@ -97,8 +98,8 @@ class Loss(NamedTuple):
         returns: The expression that the op returns.
         fake: The output shape of the fake implementation, as text.
         targets: The parameters of the op for additional targets.
-        signature: The first line of the op that computes the gradient.
-        fake_signature: The first line of this op's fake implementation.
+        signature: The `def` line of the op in training.
+        fake_signature: The `def` line of the fake implementation of this op.
         returned: The return statement of the function that calls the op.
     """
 

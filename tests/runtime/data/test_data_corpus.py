@@ -242,7 +242,7 @@ def test_the_standard_library_is_a_corpus() -> None:
         ("corpus", "did you mean {0}/corpus.txt?"),
         ("tokens_train.bin", "did you mean {0}/token_train.bin?"),
         ("no/such/corpus.txt", "there is no {0}/no"),
-        ("zzz", "data are a text, jsonl or token-shard file, a folder of them, or `stdlib`"),
+        ("zzz", "name a text file, a jsonl file, a token shard, a folder of such files, or `stdlib`"),
     ],
 )
 def test_a_missing_source_names_what_is_near(name: str, hint: str, tmp_path: Path) -> None:
