@@ -62,7 +62,7 @@ class QuantizedWeights:
     Attributes:
         schemes: the chosen scheme of each parameter.
         stored: the quantized arrays that the artifact stores.
-        quantizer: the cache of quantized parameters, with the statistics of the calibration.
+        quantizer: the object that quantizes parameters and caches the results, with the calibration statistics.
         text: the calibration text that the model generated; None if calibration used the training text or no text.
         seconds: the duration of the calibration; None if nothing was calibrated.
     """
