@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from epilogue_sites import codes_site
 from kernel_sites import EPILOGUES, FORWARD, check_clean, make_site, written
 
 import specc.compiler.kernels
@@ -154,6 +155,12 @@ def test_the_catalogue_finds_the_kernels_and_ranks_them() -> None:
 )
 def test_tiles_follow_shape_and_target(name: str, target: str, n: int, k: int, tile: Tile) -> None:
     assert tile_of(TARGETS[target], epilogue_of(make_site(name, n, k, target))) == tile
+
+
+def test_tiles_of_8_bit_operands_are_twice_as_tall_and_deep() -> None:
+    sites = (codes_site("codes", False, "sm90", 3072, k) for k in (768, 64))
+    tiles = [tile_of(site.target, epilogue_of(site)) for site in sites]
+    assert [(tile.m, tile.k) for tile in tiles] == [(256, 128), (128, 64)]
 
 
 def random_site(generator: random.Random) -> Site:

@@ -269,7 +269,7 @@ def test_all_of_it_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert {"GEMM", "attention", "pointwise", "optimizer"} <= set(seen["classes"])
         assert ("fused" in seen["classes"]) == (name == "fused")
         busy = sum(kernel["ms"] for kernel in seen["classes"].values())
-        assert busy >= seen["wall_ms"] - seen["idle_ms"] - 1e-6 and 0 <= seen["idle_ms"] < seen["wall_ms"]
+        assert busy >= seen["wall_ms"] - seen["idle_ms"] - 1e-4 and 0 <= seen["idle_ms"] < seen["wall_ms"]
         # Newton-Schulz: bf16 products that the optimizer launched
         assert any(kernel["kind"] == "optimizer" and "multi_tensor" not in kernel["name"] for kernel in seen["kernels"])
         assert build["peak_bytes"] > 0 and build["compile_seconds"] < build["start_seconds"]

@@ -25,6 +25,13 @@ from specc.runtime.optim.orthogonalize import orthogonalize
 from specc.runtime.storage import checkpoint
 from specc.runtime.train.trainer import Trainer
 
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> None:
+    """Torch limits how often one process compiles a method, and each test compiles `Toy.forward` again."""
+    torch._dynamo.reset()
+
+
 pytestmark = pytest.mark.gpu
 
 
