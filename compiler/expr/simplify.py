@@ -22,6 +22,7 @@ from .algebra import (
     key,
     monomial_key,
     nonnegative,
+    positive,
     product_of,
     ratio,
     rational,
@@ -161,7 +162,11 @@ def _under_even_power(base: Expr) -> Expr:
 
 
 def power(base: Expr, exponent: Fraction) -> Expr:
-    """Builds `base ** exponent`. Applies the exponent to each factor of `base` if this is valid for every sign."""
+    """Builds `base ** exponent`. Applies the exponent to each factor of `base` for which this is valid.
+
+    A fractional exponent applies to all factors if none can be negative. Otherwise, it applies to the factors that are
+    > 0: the other factors stay in one power, because the power is 0, not NaN, if one of them is 0 and another is < 0.
+    """
     if isinstance(base, Call) and base.function == "exp":
         return call("exp", (times(exponent, base.args[0]),))
     coefficient, factors = split(base)
@@ -172,21 +177,18 @@ def power(base: Expr, exponent: Fraction) -> Expr:
     if exponent.denominator == 1:
         scale = Fraction(_exact(coefficient, exponent.numerator))
         return _product(settle(scale), tuple((inner, e * exponent) for inner, e in factors))
-    spread: list[Factor] = []
-    signed: list[Factor] = []
-    for inner, e in factors:
-        if even(e) and not nonnegative(inner):
-            spread.append((call("abs", (inner,)), e * exponent))
-        elif e.denominator != 1 or nonnegative(inner):  # a root is defined only if its base is >= 0
-            spread.append((inner, e * exponent))
-        else:
-            signed.append((inner, e))
     sign = -1 if coefficient < 0 else 1
     scale = rational(number(_constant("**", float(abs(coefficient)), float(exponent))))
-    if len(signed) == 1 and signed[0][1] == 1 and sign == 1:
-        spread.append((signed[0][0], exponent))
-    elif signed or sign < 0:
-        spread.append((product_of(Fraction(sign), signed), exponent))
+    # A root is defined only if its base is >= 0
+    unsigned = [(inner, e) for inner, e in factors if even(e) or e.denominator != 1 or nonnegative(inner)]
+    if sign < 0 or len(unsigned) < len(factors):  # a factor that is 0 makes the power 0 whatever the other signs
+        unsigned = [(inner, e) for inner, e in unsigned if e < 0 or positive(inner)]
+    spread = [
+        (call("abs", (inner,)) if even(e) and not nonnegative(inner) else inner, e * exponent) for inner, e in unsigned
+    ]
+    rest = [factor for factor in factors if factor not in unsigned]
+    if rest or sign < 0:
+        spread.append((product_of(Fraction(sign), rest), exponent))
     return _product(scale, tuple(spread))
 
 

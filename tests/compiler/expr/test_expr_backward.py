@@ -4,7 +4,7 @@ import pytest
 import torch
 from expr_samples import expressions, values
 
-from specc.compiler.expr import Backward, ExprError, Keep, Var, parse, plan_backward, torch_value, variables
+from specc.compiler.expr import KEEPS, Backward, ExprError, Keep, Var, parse, plan_backward, torch_value, variables
 
 
 def planned(
@@ -186,6 +186,22 @@ def test_plans_compute_the_gradient(text: str, order: tuple[str, ...]) -> None:
     from_input = plan_backward(parse(text), wrt, "input")
     assert check(from_input, text, wrt, at, 1e-9) >= len(at["x"]) * len(wrt) // 3
     assert not from_input.saves or from_input.strategy == "inputs"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(relu(x) * tanh(x)) ** 1.5", "(max(x, 0) * (x + 2)) ** 1.5", "(relu(x) * gate) ** 2.5",
+        "sqrt(relu(x) * tanh(x))", "(relu(x) * gelu(x)) ** 0.5", "(x ** 2 * gate) ** 1.5", "(-relu(x)) ** 1.5",
+        "(relu(x) * sigmoid(x) * tanh(gate)) ** 1.5", "(x * gate / abs(gate)) ** 1.5",
+    ],
+)  # fmt: skip
+def test_a_power_of_a_product_is_0_where_a_factor_is_0_and_another_negative(text: str) -> None:
+    grid = torch.linspace(-3, 3, 13, dtype=torch.float64)
+    at = dict(zip(("x", "gate"), torch.cartesian_prod(grid, grid).T, strict=True))
+    wrt = variables(parse(text))
+    for keep in KEEPS:
+        assert check(plan_backward(parse(text), wrt, keep), text, wrt, at, 1e-9) >= len(grid) ** 2 * len(wrt) // 3
 
 
 @pytest.mark.parametrize("wrt", [("x",), ("x", "gate"), ("gate", "x", "scale")])
