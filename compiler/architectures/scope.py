@@ -12,7 +12,7 @@ from specc.compiler.blocks.parts import Norm, Part, Place
 from specc.compiler.blocks.wiring import IDS, Expressions, Learned, add, texts_of
 from specc.compiler.expr import Var, variables
 from specc.compiler.expr.wiring import EarlierValue, Wiring, parse_wiring, wrapped
-from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.builder import Builder, first_free
 from specc.compiler.ir.graph import output_refs
 from specc.compiler.ir.types import TypeRuleError
 from specc.compiler.ops.sequence import Concat
@@ -130,7 +130,8 @@ class Scope:
 
         Args:
             value: One expression, or one per stream.
-            name: The name of the node, if `value` is one expression. If not, nodes have the names of the streams.
+            name: The name of the node, if `value` is one expression. If not, nodes have the names of the streams. A
+                number is appended to a name that another node has.
             prefix: The name for a layer-dependent number in the expressions, such as `mlp_residual`. A second number of
                 this kind gets the name `mlp_residual2`.
             base: The expression of most blocks, if `value` is the changed expression of one block. If `value` is `base`
@@ -146,9 +147,14 @@ class Scope:
                 changed = self._add(replace(wiring, expr=inner), f"{name}.changed", prefix, title)
                 return {STREAM: self._add(outside, name, prefix, title, {STREAM: changed})}
         return {
-            stream or STREAM: self._add(parse_wiring(text), stream or name, prefix, title, replaced)
+            stream or STREAM: self._add(parse_wiring(text), self._free(stream or name), prefix, title, replaced)
             for stream, text in texts_of(value).items()
         }
+
+    def _free(self, name: str) -> str:
+        """Returns a name that no node of the part has. Parts choose the names of their nodes without regard to the
+        names of streams."""
+        return first_free(name, lambda free: self.b.path(free) not in self.b.types)
 
     def over_heads(self, text: str, name: str, values: Mapping[str, str], heads: int, title: str) -> str:
         """Adds an expression of per-head values.

@@ -237,6 +237,17 @@ def test_what_stages_are_called_changes_no_number(place: str, plainly_named: Ten
         torch.testing.assert_close(scores, plainly_named, rtol=1e-12, atol=1e-13, msg=f"{place} called {name}")
 
 
+def test_stages_whose_node_has_the_name_of_the_stream_have_a_write(tmp_path: Path) -> None:
+    """A doubled output is a doubled input of the stage behind it."""
+    write, read, first = {"write": "2 * y"}, {"read": "2 * x"}, {**EMBED, "positions": "learned"}
+    decoders = {
+        "written": [first | write, MLP, beside("mlp") | write, LOW],
+        "plain": [first, MLP | read, beside("mlp"), LOW | read],
+    }
+    scores = [scores_of(stages, tmp_path / name, bridge={"kind": "linear"}) for name, stages in decoders.items()]
+    torch.testing.assert_close(*scores, rtol=1e-12, atol=1e-13)
+
+
 def test_what_blocks_are_called_changes_no_number(tmp_path: Path) -> None:
     """Their state before the first token is a value of its own in the code."""
     results = []
