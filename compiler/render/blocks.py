@@ -76,11 +76,18 @@ class Tables:
             self.layers.setdefault((place, frozenset(layers)), chosen)
         return chosen
 
-    def of(self, place: str, layers: frozenset[int], name: str) -> str:
-        """Returns the name of the table that holds the blocks `layers` of the module list `place`. If there is no such
-        table, adds a table called `name`."""
+    def of(self, place: str, layers: frozenset[int], name: str, comment: str = "") -> str:
+        """Returns the name of the table that holds a set of blocks. If there is no such table, adds a table.
+
+        Args:
+            place: The path of the module list.
+            layers: The blocks.
+            name: The preferred name of an added table, in lower case.
+            comment: The comment of an added table. By default, the blocks are those with a value called `name`.
+        """
+        comment = comment or f"blocks with `{name}`"
         known = self.layers.get((place, layers))
-        return known or self.add(place, name.upper(), set_text(sorted(layers)), f"blocks with `{name}`", tuple(layers))
+        return known or self.add(place, name.upper(), set_text(sorted(layers)), comment, tuple(layers))
 
     def named(self, text: str) -> str:
         return next(name for name, value in self.values.items() if value == text)
@@ -379,13 +386,23 @@ def _init(uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables,
     where: dict[str, str] = {}
     shapes: dict[str, str] = {}
     # if a condition in `forward` tests a set of layers, the set is named after the condition
-    tests = {name: tables.of(uses.place, at, name.removeprefix("self.")) for name, at in attributes.items()}
+    tests: dict[str, str] = {}
+    for name, at in attributes.items():
+        word = name.removeprefix("self.")
+        inside, outside = (
+            {node.name for graph in uses.functions if (uses.layers[graph.name] <= at) == within for node in graph.nodes}
+            for within in (True, False)
+        )
+        own = any(f"_{word}_" in f"_{path}_".replace(".", "_") for path in inside - outside)
+        tests[name] = tables.of(uses.place, at, word, "" if own else f"blocks whose `{word}` differs")
     for path in dict.fromkeys(path for graph in uses.functions for path, type in graph.params if not type.storage):
         having = uses.having(graph for graph in uses.functions if path in dict(graph.params))
         if having != uses.every:
             where[path] = f"layer in {tables.of(uses.place, having, path.rpartition('.')[2])}"
         for shape, other in _other_shapes(uses, path, params[path]):
-            table_name = tables.of(uses.place, other, f"{path.rpartition('.')[2]}_{len(shapes)}")
+            short = path.rpartition(".")[2]
+            comment = f"blocks whose `{short}` has the shape {shape}"
+            table_name = tables.of(uses.place, other, f"{short}_{len(shapes)}", comment)
             rest = shapes.get(path, shape_text(params[path]))
             shapes[path] = f"{shape} if layer in {table_name} else {rest}"
     lines = [*parameter_lines([(path, params[path]) for path in order], where, table=table, shapes=shapes)]

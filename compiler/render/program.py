@@ -205,12 +205,15 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: Named, tables: Ta
     dtype = param[1].dtype
     paged = any(type.shape[0] == "P" for type in state.values())
     first = [_empty(state.pop(name), dtype) for name in outer_state]
-    runs: list[list[str]] = [[] for _ in layers]
+    runs: list[list[TensorType]] = [[] for _ in layers]
     for name, type in state.items():
-        runs[int(name.split(".")[1])].append(_empty(type, dtype))
+        runs[int(name.split(".")[1])].append(type)
     forms: dict[str, set[int]] = {}
-    for layer, tensors in zip(layers, runs, strict=True):
-        forms.setdefault(tuple_text(tensors) if tensors else "()", set()).add(layer)
+    sets: dict[str, tuple[str, str]] = {}
+    for layer, types in zip(layers, runs, strict=True):
+        form = tuple_text([_empty(type, dtype) for type in types]) if types else "()"
+        forms.setdefault(form, set()).add(layer)
+        sets[form] = _set_of(types)
     lines = [f"new = self.{param[0]}.new_zeros"] if first or any(runs) else []
     over = "self.blocks" if len(set(layers)) == len(layers) else "ORDER"
     sizes = ("pages",) if paged else ("rows", "positions")
@@ -222,7 +225,7 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: Named, tables: Ta
         item = "layer" if others else "_"
         lines += [f"{CACHE}: {TYPES[CACHE]} = [{tuple_text(first) if first else ''}]", f"for {item} in {over}:"]
         for i, (form, having) in enumerate(others):
-            table = tables.of("blocks", frozenset(having), "cache")
+            table = tables.of("blocks", frozenset(having), *sets[form])
             lines += [f"    {'elif' if i else 'if'} layer in {table}:", f"        {CACHE}.append({form})"]
         lines += ["    else:", f"        {CACHE}.append({each})"] if others else [f"    {CACHE}.append({each})"]
         returns = CACHE
@@ -236,6 +239,17 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: Named, tables: Ta
     )
 
 
+def _set_of(types: Sequence[TensorType]) -> tuple[str, str]:
+    """Returns the name of the set of blocks whose cache has these types, and the comment of the set."""
+    if not types:
+        return "no_cache", "blocks without a cache"
+    shapes = " and ".join(dict.fromkeys(f"({_dims(type)})" for type in types))
+    return "cache", f"blocks whose cache has the shape {shapes}"
+
+
 def _empty(type: TensorType, dtype: str) -> str:
-    dims = ", ".join({"B": "rows", "S": "positions", "P": "pages"}.get(str(dim), spelled(dim)) for dim in type.shape)
-    return f"new({dims})" if type.dtype == dtype else f"new({dims}, dtype={DTYPES[type.dtype]})"
+    return f"new({_dims(type)})" if type.dtype == dtype else f"new({_dims(type)}, dtype={DTYPES[type.dtype]})"
+
+
+def _dims(type: TensorType) -> str:
+    return ", ".join({"B": "rows", "S": "positions", "P": "pages"}.get(str(dim), spelled(dim)) for dim in type.shape)

@@ -30,10 +30,10 @@ IDS = {1, 2, 8, 9, 10}  # blocks given ids
 SKIPS = {6: 3, 8: 7, 9: 7, 10: 7}  # block -> the earlier block whose output it also reads
 HEADS = {3}  # blocks with `heads`
 RING = {0, 1, 2, 4, 5, 7, 8, 9}  # blocks with `ring`
-MLP_X = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}  # blocks with `mlp_x`
+MLP_X = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}  # blocks whose `mlp_x` differs
 SKIP = {6}  # blocks with `skip`
 BACK = {10}  # blocks with `back`
-CACHE = {3, 10}  # blocks with `cache`
+CACHE = {3, 10}  # blocks whose cache has the shape (rows, positions, H, C)
 
 
 def weights(**shapes: tuple[int, ...] | None) -> Any:

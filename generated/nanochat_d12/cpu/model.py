@@ -31,7 +31,7 @@ V, D, H, C, E = 32768, 768, 6, 128, 3072
 IDS = {1, 3, 5, 7, 9, 11}  # blocks given ids
 SKIPS = {11: 6}  # block -> the earlier block whose output it also reads
 RING = {0, 1, 2, 4, 5, 6, 8, 9, 10}  # blocks with `ring`
-CACHE = {3, 7, 11}  # blocks with `cache`
+CACHE = {3, 7, 11}  # blocks whose cache has the shape (rows, positions, H, C)
 
 
 def weights(**shapes: tuple[int, ...] | None) -> Any:

@@ -270,6 +270,25 @@ def test_blocks_that_read_different_rotary_tables_are_one_function() -> None:
     assert "rope2_100_cos if i in ROPE2_100 else rope4_1000_cos if i in ROPE4_1000 else cos" in text
 
 
+def test_comments_say_which_blocks_a_set_has() -> None:
+    """All blocks but the last have a cache and a `q`; two caches are short, and one `up` is wide."""
+    changes = [
+        {"where": "layer % 2 == 1", "attention": {"mask": "j <= i and i - j < 3"}},
+        {"where": "layer == 2", "mlp": {"hidden": 24}},
+        {"where": "layer == 4", "attention": None},
+    ]
+    spec = tiny((ATTENTION, MLP), fuse=(), count=5, blocks={"changes": changes})
+    text = compile_loaded(spec, None, ("cpu",)).files["cpu/model.py"]
+    assert dict(re.findall(r"^(\w+ = \{[\d, ]+\})  # (blocks .*)$", text, re.MULTILINE)) == {
+        "Q = {0, 1, 2, 3}": "blocks with `q`",
+        "K_CACHE = {0, 2}": "blocks with `k_cache`",
+        "UP = {0, 1, 3, 4}": "blocks whose `up` differs",
+        "UP_0 = {2}": "blocks whose `up` has the shape (MLP_E, D)",
+        "CACHE = {1, 3}": "blocks whose cache has the shape (rows, 3, H, C)",
+        "NO_CACHE = {4}": "blocks without a cache",
+    }
+
+
 def test_a_window_changes_no_line_of_the_mlp() -> None:
     first, second = (
         compile_loaded(tiny(({**ATTENTION, **more}, MLP)), None).files["cpu/model.py"] for more in ({}, {"window": 3})
