@@ -15,7 +15,8 @@ from .evaluate import apply
 from .positional import POSITIONAL, Positional, whole_function
 from .primitives import PRIMITIVES, Function, Primitive
 from .simplify import simplify
-from .values import Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var
+from .traverse import variables
+from .values import Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var, children
 
 LONGEST = 500  # maximum length in characters
 DEEPEST = 64  # maximum levels of nesting
@@ -305,8 +306,20 @@ class _Reader:
     def whole(self, node: ast.expr, depth: int) -> Expr:
         expr, _ = self.read(node, depth)
         if not self.is_whole(expr):
+            self.refuse_power(expr, node)
             fail(f"{expr} is not a whole number", node, "use whole numbers with + - * // % min max abs")
         return expr
+
+    def refuse_power(self, expr: Expr, node: ast.expr) -> None:
+        """Fails if a part of `expr` is a power of a position. The message states a product, because the simplifier
+        writes i * i as a power."""
+        match expr:
+            case Binary("**", a, _) if self.is_whole(a) and not set("ijh").isdisjoint(variables(a)):
+                base = str(a) if isinstance(a, Var) else f"({a})"
+                hint = "multiply a position only by constants and by other positions"
+                fail(f"{base} * {base} multiplies a position by itself", node, hint)
+        for part in children(expr):
+            self.refuse_power(part, node)
 
     def whole_division(
         self, op: str, left: ast.expr, right: ast.expr, node: ast.expr, depth: int
