@@ -42,6 +42,7 @@ _WORDS: Mapping[str, bool | float | None] = {
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
     **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
 }
+_PATTERN = re.compile(r"(?:\{[^}]*\}|[^\s,\]}])+")  # a pattern such as *.{q,k}, which YAML reads as an alias
 _BEYOND = re.compile(r"\\U(?!000|0010)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPE = ("unknown escape sequence", "use 'single quotes' around text with backslashes")
@@ -165,6 +166,9 @@ class _Reading:
         if quoted is not None:
             first, last = quoted
             self._say("S007", *_UNCLOSED, first, ("here is the next quote", last))
+        elif left_open and self.text[stop_index - 1 : stop_index + 1] in (":[", ":{"):
+            colon = mark_of(self.text, stop_index - 1)
+            self._say("S007", "a space is missing after a `:`", "write `key: value`, with a space", colon)
         elif left_open and began is not None:
             related = [("unexpected here", stop)] if stop.line != start.line else []
             self._say("S007", message, hint, start, *related)
@@ -213,7 +217,9 @@ class _Reading:
             self._stop("S003", f"the text has more than {MAX_NODES} values", "check that the file is a spec", mark)
         if isinstance(event, AliasEvent):
             message = f"aliases such as {quote(f'*{event.anchor}')} are not allowed"
-            self._stop("S009", message, "write the value here", mark)
+            meant = None if f"&{event.anchor}" in self.text else _PATTERN.match(self.text, event.start_mark.index)
+            hint = f'quote the text: "{meant[0]}"' if meant else "write the value here"
+            self._stop("S009", message, hint, mark)
         if event.anchor is not None:
             self._say("S009", f"anchors such as {quote(f'&{event.anchor}')} are not allowed", "remove the anchor", mark)
         if isinstance(event, ScalarEvent | CollectionStartEvent) and event.tag is not None:
