@@ -76,7 +76,7 @@ class FeedForward(Layer):
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
         dim = shape.dim
         if self.ratio is not None and self.hidden is not None:
-            hint = "remove one of the two; each sets the width"
+            hint = "remove one of the two; a change removes the field of all blocks by null, for example `ratio: null`"
             yield Problem(("hidden",), "S214", f"{self.kind} has both `ratio` and `hidden`", hint, (_RATIO,))
         elif self.ratio is None and self.hidden is None:
             yield Problem((), "S214", f"{self.kind} needs exactly one of `ratio` and `hidden`", "e.g. `ratio: 4`")

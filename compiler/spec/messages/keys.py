@@ -102,10 +102,10 @@ class Words:
             bool(holder) and isinstance(holder[-1], int) and any(tag_of(model, name) for name in model.model_fields)
         )
         if elsewhere and not (is_kind and sum(key in keys_of(model) for model in _models(self.root)) > 1):
-            home = min(elsewhere, key=lambda path: _apart(path, holder))
+            home = self._beside(min(elsewhere, key=lambda path: _apart(path, holder)), holder)
             hints.insert(0, f"{quote(key)} belongs {f'under {self._place(home)}' if home else 'at the top'}")
-        section = self.models.get(holder[:1], self.root)
-        instead = next((other.instead()[key] for other in _models(section) if key in other.instead()), None)
+        near_models = (other for path, other in self.models.items() if path[:1] == holder[:1] or not holder)
+        instead = next((other.instead()[key] for other in near_models if key in other.instead()), None)
         if instead is not None:
             hints = [*(hints if not holder else ()), instead]
         elif not hints:
@@ -113,6 +113,16 @@ class Words:
             hints = [f"did you mean {quote(twin)}?" if twin else f"valid keys are {', '.join(keys)}"]
         message = f"{quote(key)} is not a valid key of {self._place(holder)}"
         yield self._at(self.source.key(error.path), "S101", message, "; or ".join(hints))
+
+    def _beside(self, home: Path, holder: Path) -> Path:
+        """Returns the path of the part that has the name of `home` and stands beside `holder`, if `holder` is a part
+        that changes one of the list of `home`. Otherwise, returns `home`."""
+        outer = self.models.get(holder[:-1])
+        changes = outer is not None and bool(holder) and holder[-1] not in keys_of(outer)
+        if not changes or not home or not isinstance(home[-1], int) or home[:-2] != holder[:-3]:
+            return home
+        data = self._data(home)
+        return (*holder[:-1], data.get("name") or data["kind"])
 
     def _offers(self) -> Iterator[tuple[Path, Model]]:
         """Yields the path and the Pydantic model of every section of the data, and of every section that the data could
