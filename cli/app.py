@@ -209,7 +209,8 @@ def _flushed(code: int) -> int:
 def _not_written(error: OSError) -> int:
     from specc.compiler.errors import DiskProblem
 
-    Output(sys.argv[1:]).fail(DiskProblem(f"standard output cannot be written: {error.strerror}"))
+    # In every format, the error is text on standard error, because a document cannot be written either
+    Output().fail(DiskProblem(f"standard output cannot be written: {error.strerror}"))
     return EXIT_ENVIRONMENT
 
 
@@ -219,7 +220,11 @@ def run(arguments: Sequence[str]) -> int:
     with output.results():
         code, shown = _run(arguments, output)
     if shown:
-        output.close(code, stream)
+        try:
+            output.close(code, stream)
+        except OSError as error:
+            failure = _not_written(error)
+            return code if code in (EXIT_PREEMPTED, EXIT_INTERRUPTED) else failure
     return code
 
 

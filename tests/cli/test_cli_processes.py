@@ -143,13 +143,21 @@ def test_data_that_does_not_exist_is_an_error_before_torch_is_imported(spec: str
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["plan", "specs/gpt_mini.yaml"], ["schema"]])
-def test_output_to_a_full_disk_is_an_environment_error(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("--version", "--help", "plan specs/gpt_mini.yaml", "schema"),
+        *("validate specs/gpt_mini.yaml --format json", "validate specs/gpt_mini.yaml --format sarif"),
+        *("plan specs/gpt_mini.yaml --format github", "diff nope.yaml nope.yaml --format json"),
+    ],
+)
+def test_output_to_a_full_disk_is_an_environment_error(arguments: str) -> None:
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "specc.cli", *arguments]
+        command = [sys.executable, "-m", "specc.cli", *arguments.split()]
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 3
-    assert done.stderr == "error: E003 standard output cannot be written: No space left on device\n"
+    notes = "specs/gpt_mini.yaml: ok\n" if arguments.startswith("validate") else ""
+    assert done.stderr == f"{notes}error: E003 standard output cannot be written: No space left on device\n"
 
 
 def test_notes_that_cannot_be_written_change_nothing() -> None:
