@@ -171,6 +171,9 @@ def pre_emptible() -> Iterator[None]:
 
     The signal then ends a command with the exit code for preemption, even before the command installs its own signal
     handlers. Signals that the process already ignores, for example under nohup, stay ignored.
+
+    After the block, the process ignores SIGTERM, SIGHUP and SIGINT until it ends. The result is then complete, and a
+    signal during the teardown of Torch must not change the exit code.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -186,8 +189,8 @@ def pre_emptible() -> Iterator[None]:
     try:
         yield
     finally:
-        for number in handled:
-            signal.signal(number, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _is_importing() -> bool:

@@ -186,3 +186,12 @@ def test_a_signal_during_an_import_ends_the_process(number: int, tmp_path: Path)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (75, "")
     assert done.stderr == f"pre-empted by {signal.Signals(number).name}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_a_command_has_completed_changes_nothing(number: int) -> None:
+    """The teardown of Torch takes about a second, in which the work is already saved."""
+    kill = f"import atexit, os\natexit.register(os.kill, os.getpid(), {int(number)})\n"
+    code = f"{kill}from specc.cli.app import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("specc, version")
