@@ -63,7 +63,7 @@ class SavedByGroup(NamedTuple):
         needed: The values that the backward pass reads, by their names in the group.
         inside: The bytes of the values that the group computes for its backward pass, without the results of the group.
         computed: The bytes of the values that the group computes for its backward pass, including the results of the
-            group.
+            group. Views of the group's inputs are not computed values.
     """
 
     read: frozenset[str]
@@ -192,7 +192,8 @@ class Pass:
         outside |= {name: results[labels[name]] for name in group.saved if labels.get(name) in results}
         types = {**dict(group.backward.inputs), **group.backward.types}
         inside = {name: types[name] for name in sorted(needed) if name not in outside}
-        size = sum(type.bytes(sizes) // (group.chunks if has_rows(type) else 1) for type in inside.values())
+        bytes = {n: type.bytes(sizes) // (group.chunks if has_rows(type) else 1) for n, type in inside.items()}
+        size = sum(bytes.values())
         # The gradients are computed together with the results; gradients of weights are summed in f32
         if group.chunks > 1:
             gradients = [types[ref] for _, ref in group.backward.outputs]
@@ -200,7 +201,11 @@ class Pass:
             size += sum(max(type.bytes(sizes), sums) for type, sums in zip(gradients, wide, strict=True))
         read = frozenset(outside[name] for name in needed if name in outside)
         returned = sum(self.graph.types[ref].bytes(sizes) for ref in read & frozenset(node.outputs))
-        return SavedByGroup(read, needed, size, size + returned)
+        views = {name for name, _ in group.forward.inputs}
+        for inner in group.backward.nodes:
+            views.update(inner.outputs if inner.op.views and views.issuperset(inner.inputs) else ())
+        viewed = sum(size for name, size in bytes.items() if name in views)
+        return SavedByGroup(read, needed, size, size + returned - viewed)
 
     # Compiled code
 
