@@ -112,6 +112,19 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
     return f"{narrowed}; then add a rule for the parameters that this scheme cannot quantize, e.g. {exception}"
 
 
+def fitting(schemes: Collection[Scheme], promotes: bool) -> str:
+    """Returns a hint that explains how to make an artifact fit into its budget. `schemes` are the schemes of parameters
+    whose bits `quant.allocate` could choose. `promotes` states whether the spec has `quant.promote`."""
+    fewer = {bits for scheme in schemes for bits in _numbers(scheme) if bits < scheme.bits_per_value()}
+    if fewer:
+        same = {int(scheme.bits_per_value()) for scheme in schemes if _numbers(scheme)}
+        instead = " instead of quant.promote" if promotes else ""
+        change = f"use `quant.allocate: {{bits: {sorted(fewer | same)}}}`{instead}"
+    else:
+        change = "give some parameters a scheme with fewer bits, such as gptq or round"
+    return f"{change}, or raise quant.budget_bytes"
+
+
 def and_more(items: Sized, verb: str) -> str:
     """Returns the end of a message about the first of `items`, such as `; so do 3 more parameters`. `verb` is the verb
     in this text. The result is empty if there are no more items."""
@@ -170,8 +183,13 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
 
 
 def _widths(scheme: Scheme) -> str:
-    widths = [int(variant.bits_per_value()) for variant in variants(scheme, range(2, 9), ())]
-    return f"{widths[0]} to {widths[-1]} bits" if widths else ""
+    numbers = _numbers(scheme)
+    return f"{' to '.join(map(str, sorted({numbers[0], numbers[-1]})))} bits" if numbers else ""
+
+
+def _numbers(scheme: Scheme) -> list[int]:
+    """Returns the numbers of bits that the scheme can have, in ascending order."""
+    return [int(variant.bits_per_value()) for variant in variants(scheme, range(2, 9), ())]
 
 
 def _correction_problems(

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from specc.compiler.passes.assign_quant import Allocation, allocation, observed
+from specc.compiler.passes.assign_quant import Allocation, allocation, fitting, observed
 from specc.compiler.pattern import matches
 from specc.compiler.pipeline import lower
 from specc.compiler.programs.programs import Programs
@@ -127,13 +127,18 @@ def choice_of_bits(quant: QuantSpec | None) -> str:
 
 
 def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> Iterator[str]:
-    """Yields warnings if the artifact may exceed the budget even with the fewest bits that `quant.allocate` can choose.
-    The first warning states the bytes of this artifact. The second warning names the largest parameters whose bits are
-    fixed."""
-    if (quant := spec.quant) is None or (allocate := quant.allocate) is None or quant.budget_bytes is None:
+    """Yields warnings if the artifact may exceed the budget even with the fewest bits that the settings allow. With
+    `quant.allocate`, the first warning states the bytes of this artifact, and the second warning names the largest
+    parameters whose bits are fixed. Otherwise, the warning is a hint."""
+    if (quant := spec.quant) is None or quant.budget_bytes is None:
         return
     programs, total, fixed = lower(spec, target), overhead, dict[tuple[str, str], int]()
     seen = frozenset().union(*observed(programs))
+    if (allocate := quant.allocate) is None:
+        if total + sum(schemes[p.name].estimate_bytes(p.shape) for p in programs.stored) > quant.budget_bytes:
+            able = [scheme for name, scheme in schemes.items() if name in seen]
+            yield f"may not fit: {fitting(able, quant.promote is not None)}"
+        return
     for param in programs.stored:
         scheme = schemes[param.name]
         chosen = matches(allocate.match, param.name) and param.name in seen

@@ -195,8 +195,6 @@ def lines(summary: Summary, spec: str = "SPEC") -> tuple[str, ...]:
         *([f"cache        {summary.cached}"] if summary.cached else []),
         f"artifact     {summary.stored}",
     ]
-    if storage.budget and storage.bytes > storage.budget and not storage.chosen:
-        rows.append("  may not fit: `quant.allocate` can choose fewer bits")
     rows += (f"  {warning}" for warning in storage.warnings)
     width = max((22, *(len(r.stored_as) for r in storage.rows[:4])))
     rows += [

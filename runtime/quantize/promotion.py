@@ -6,6 +6,7 @@ The spec limits either the number of promoted parameters or the size of the arti
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from specc.compiler.passes.assign_quant import fitting
 from specc.compiler.pattern import matches
 from specc.compiler.quant.scheme import Scheme, SchemeError
 from specc.compiler.spec.spec import Promote, QuantSpec
@@ -70,8 +71,9 @@ def promote(
     promotion, budget = quant.promote, quant.budget_bytes
     smallest = exact(base) if budget is not None else 0
     if budget is not None and smallest > budget:
-        instead = "use `quant.allocate: {bits: [4, 5, 6]}` instead of quant.promote, to choose bits that fit"
-        raise too_large(smallest, "before any promotion", budget, reserved, f"{instead}; or raise quant.budget_bytes")
+        when = "before any promotion" if promotion is not None else "with the bits of the rules"
+        hint = fitting(tuple(base.values()), promotion is not None)
+        raise too_large(smallest, when, budget, reserved, hint)
     if promotion is None:
         return base
     wider = _candidates(promotion, base, traces)

@@ -128,6 +128,12 @@ def test_what_is_left_to_choose_can_be_chosen(wish: dict[str, Any], code: str, p
     assert (problem.code, problem.path) == (code, ("quant", *path)) and problem.hint
 
 
+def test_the_hint_about_a_scheme_of_one_width_names_this_width() -> None:
+    rules = [{"match": "embed.token", "scheme": "none", "dtype": "f16"}]
+    quant = {"default": {"scheme": "int8"}, "rules": rules, "allocate": {"bits": [4, 5]}, "budget_bytes": 10_000}
+    assert [problem.hint for problem in refused(quant)] == ["use 8 bits, or narrow the `match` of `allocate`"]
+
+
 def test_what_no_calibration_sees_gets_no_bits() -> None:
     """A promotion goes by the Hessian of a product, which a table that is only looked up is no weight of."""
     wish = {"promote": {"bits": 6, "count": 1, "match": "embed.*"}}

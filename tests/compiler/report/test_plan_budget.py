@@ -75,3 +75,19 @@ def test_the_gate_of_an_mlp_is_as_its_other_matrices() -> None:
     by_token = "model.embed=[{kind: token}, {kind: bigram, buckets: 64, dim: 16}, {kind: norm}, {kind: smear_by_token}]"
     built = compile_spec(GOLF, (*SMALL, by_token))
     assert {p.name: p.storage for p in built.plans["cpu"].programs.params}["embed.smear_by_token.gate"] == "f16"
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "hint"),
+    [
+        ("poly_attn", (), "give some parameters a scheme with fewer bits, such as gptq or round"),
+        ("gpt_mini", ("quant.promote=null", "quant.rules.0.bits=2"), "use `quant.allocate: {bits: [2, 4, 5]}`"),
+        ("gpt_mini", ("quant.rules.0.bits=3",), "use `quant.allocate: {bits: [2, 3, 4, 5]}` instead of quant.promote"),
+    ],
+)
+def test_without_an_allocation_the_hint_is_what_the_schemes_can_have(
+    spec: str, changes: tuple[str, ...], hint: str
+) -> None:
+    built = compile_spec(GOLF.with_name(f"{spec}.yaml"), ("targets=[cpu]", "quant.budget_bytes=999", *changes))
+    shown = lines(Summary(built.spec, built.plans, {}))
+    assert f"  may not fit: {hint}, or raise quant.budget_bytes" in shown

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specc.compiler.quant.gptq import Gptq
+from specc.compiler.quant.int8 import Int8
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme
@@ -105,6 +106,14 @@ def test_a_budget_is_kept_to_the_byte(fits: int, slack: int) -> None:
             promotion(None, budget)
         return
     assert promotion(None, budget) == RANKED[: fits - (slack == -1)]
+
+
+def test_without_a_promotion_the_error_says_nothing_of_one() -> None:
+    quant = QuantSpec.model_construct(promote=None, budget_bytes=999)
+    with pytest.raises(QuantizeError, match=r"1,000 bytes with the bits of the rules; the budget is 999 ") as caught:
+        promote(quant, {"head.up": Int8()}, {}, sizes, sizes, print)
+    hint = "give some parameters a scheme with fewer bits, such as gptq or round, or raise quant.budget_bytes"
+    assert caught.value.hint == hint
 
 
 @pytest.mark.parametrize(("count", "budget", "expected"), [(3, 10**6, 3), (3, 1250, 2), (99, 10**6, 8)])
