@@ -85,10 +85,17 @@ class Comparison:
         chosen, other = (summary.storage.chosen for summary in self.summaries)
         by = "by the rules alone: " if chosen or other else ""
         yield f"bytes        estimated {by}{_change(sizes, others, new.storage.bytes - old.storage.bytes)}"
-        if chosen != other:
-            yield f"  quantize   {_change(chosen or 'by the rules', other or 'by the rules')}"
+        if chosen != other:  # two lines, because each side takes most of a line
+            yield f"  quantize   {chosen or 'by the rules'}"
+            yield f"          -> {other or 'by the rules'}"
         elif other:
             yield f"  quantize   {other}"
+        warnings, others = (summary.storage.warnings[:1] for summary in self.summaries)
+        if warnings != others:
+            yield from (f"  before     {warning}" for warning in warnings)
+            yield from (f"  after      {warning}" for warning in others)
+        else:
+            yield from (f"  {warning}" for warning in others)
 
     def _times(self) -> Iterator[str]:
         """Yields times and memory. A measured time is compared only if both specs have measured the time. Otherwise,

@@ -14,6 +14,7 @@ from specc.compiler.errors import SpecError
 
 SPEC = Path(__file__).parents[3] / "specs/gpt_mlp35.yaml"
 TEXT = SPEC.read_text()
+ALLOCATED = next(line for line in TEXT.splitlines(keepends=True) if line.startswith("  allocate:"))
 FUSED = next(line for line in TEXT.splitlines(keepends=True) if line.startswith("  - blocks.*.mlp:"))
 CHANGES = {
     "act": ("act: leaky_relu(x, 0.5) ** 2", "act: relu(x) ** 2"),
@@ -21,6 +22,7 @@ CHANGES = {
     "heads": ("heads: 8", "heads: 4"),
     "bits": ("default: {scheme: gptq, bits: 5}", "default: {scheme: gptq, bits: 6}"),
     "fuse": (FUSED, ""),
+    "allocate": (ALLOCATED, ""),
     "rate": ("lr: 0.035", "lr: 0.034"),
     "merge": ("merge: auto", "merge: []"),
     "gate": ("act: leaky_relu(x, 0.5) ** 2", "act: silu(gate) * x"),
@@ -90,6 +92,10 @@ LINES = {
     ),
     # A group of the merged product computes its slices, which are views, but does not save them a second time
     "merge": ("memory       about 21.7 GB, as before", "\nsaved        8,995 MB per micro-batch by fused groups\n"),
+    "allocate": (
+        ", chosen per tensor so that the artifact has at most 16,000,000 bytes\n          -> by the rules\n",
+        "\n  after      may not fit: use `quant.allocate: ",
+    ),
     "gate": ("added        sm90/dgrad_add__n512_k1792.cu",),
     "rate": (
         "step         555 ms, floor 362 on sm90, as before",
