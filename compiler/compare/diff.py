@@ -96,6 +96,16 @@ class Comparison:
             yield from (f"  after      {warning}" for warning in others)
         else:
             yield from (f"  {warning}" for warning in others)
+        yield from self._decoding()
+
+    def _decoding(self) -> Iterator[str]:
+        """Yields a line about the bytes per decoded token, if they differ."""
+        cached = [summary.cached_bytes for summary in self.summaries]
+        packed = [f"{s.decoding.packed_bytes:,}" if s.decoding is not None else "none" for s in self.summaries]
+        sizes = {"cache": cached, "weights": packed}
+        changes = [f"{what} {old} -> {new}" for what, (old, new) in sizes.items() if old != new]
+        if changes:
+            yield f"decoding     bytes per token: {'; '.join(changes)}"
 
     def _times(self) -> Iterator[str]:
         """Yields times and memory. A measured time is compared only if both specs have measured the time. Otherwise,

@@ -79,11 +79,16 @@ class Summary:
 
     @property
     def cached(self) -> str:
-        window = self.spec.model.window
-        bytes = cached_bytes(self.main.programs, window)
-        numbers, each = (f"{total / window:,.1f}".removesuffix(".0") for total in (self.cached_numbers, bytes))
-        text = f"{numbers} numbers, {each} bytes per token if the context of {window:,} is full"
-        return text if self.cached_numbers else ""
+        text = f"{self._per_token(self.cached_numbers)} numbers, {self.cached_bytes} bytes per token"
+        return f"{text} if the context of {self.spec.model.window:,} is full" if self.cached_numbers else ""
+
+    @property
+    def cached_bytes(self) -> str:
+        """The bytes of the cache per token when a sequence fills the context, as text."""
+        return self._per_token(cached_bytes(self.main.programs, self.spec.model.window))
+
+    def _per_token(self, total: int) -> str:
+        return f"{total / self.spec.model.window:,.1f}".removesuffix(".0")
 
     @cached_property
     def storage(self) -> Storage:

@@ -72,6 +72,7 @@ LINES = {
     ),
     "heads": (
         "parameters   29,951,068 -> 32,867,376 (+2,916,308)",
+        "\ndecoding     bytes per token: cache 11,264.5 -> 22,528.5; weights 18,867,096 -> 20,746,048\n",
         "norm and rotary          at least 15.6 ms -> at least 20.8 ms",
         "tiles lost   7: causal_attention__h8_g4_c64, ",
         "blocks.*.attention.k [256, 512] -> [512, 512]",
@@ -111,6 +112,7 @@ def test_the_summary_shows_the_differences(change: str) -> None:
     assert len(summary) <= 25 and all(len(line) <= 120 for line in summary)
     shown = "\n".join(summary)
     assert [words for words in LINES[change] if words not in shown] == []
+    assert ("decoding  " in shown) == (change in ("ratio", "heads", "bits", "gate"))
     assert ("tiles lost" in shown) == (change in ("act", "ratio", "heads", "fuse", "gate", "merge"))
 
 
