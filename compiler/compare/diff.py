@@ -181,7 +181,18 @@ class Comparison:
             yield from _folded(word, names)
         left, right = self.old.files, self.new.files
         changed = [n for n in sorted(left.keys() & right.keys()) if left[n] != right[n] and n not in (MANIFEST, PLAN)]
+        rows = [line.split("|")[1].strip() for line in self._plan_diff if line.startswith("+|")]
+        if self._plan_diff:
+            changed = [": ".join((PLAN, *filter(None, [_named(rows)])))]
         yield f"changed      {_named(changed) if changed else 'nothing'}"
+
+    @cached_property
+    def _plan_diff(self) -> tuple[str, ...]:
+        """The unified diff of PLAN.md, if nothing else differs. The measured times of the locks then differ."""
+        if self.spec_diff or _code(self.old) != _code(self.new):
+            return ()
+        left, right = (built.files[PLAN].splitlines() for built in (self.old, self.new))
+        return tuple(difflib.unified_diff(left, right, f"a/{PLAN}", f"b/{PLAN}", n=CONTEXT, lineterm=""))
 
     @cached_property
     def _pairs(self) -> Mapping[str, str]:
@@ -202,11 +213,12 @@ class Comparison:
 
     @property
     def details(self) -> tuple[str, ...]:
-        """Returns unified diffs of the spec, model.py and the kernels. Kernels are paired by node.
+        """Returns unified diffs of the spec, model.py and the kernels. Kernels are paired by node. If none of these
+        files differ, returns the unified diff of PLAN.md.
 
         Unpaired files are listed by name. If a spec has a GPU target, changed CPU files are only counted.
         """
-        lines = [*self.spec_diff]
+        lines = [*self.spec_diff, *self._plan_diff]
         left, right = (_code(built) for built in (self.old, self.new))
         pairs = {name: name for name in left.keys() & right.keys()} | {
             a: b for a, b in self._pairs.items() if a in left and b in right

@@ -151,6 +151,17 @@ def test_equal_specs_have_no_diff() -> None:
     assert run(["diff", str(SPEC), str(SPEC)]) == 0
 
 
+def test_the_rows_of_the_plan_are_the_difference_of_measured_times(tmp_path: Path) -> None:
+    other = Path(shutil.copy(SPEC, tmp_path))
+    lock = SPEC.with_name("gpt_mlp35.lock.json").read_text()
+    assert lock.count('"ms": 0.0316,') == 1
+    (tmp_path / "gpt_mlp35.lock.json").write_text(lock.replace('"ms": 0.0316,', '"ms": 0.999,'))
+    comparison = Comparison.of(SPEC, other)
+    rows = [f"blocks.{block}.attention.y" for block in ("*", "9", "10")]
+    assert comparison.summary[-1] == f"changed      PLAN.md: {', '.join(rows)}"
+    assert [line[3:].split()[0] for line in comparison.details if "0.999, not in training" in line] == rows
+
+
 def test_a_comment_for_a_pull_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     after = tmp_path / "gpt_mlp35.yaml"
     after.write_text(TEXT.replace(*CHANGES["bits"]))
