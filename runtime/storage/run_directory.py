@@ -277,10 +277,11 @@ def require_free(directory: Path) -> None:
     Files that a run left when it was interrupted during its start are allowed.
     """
     left = {"run.json", LOCK, FILES, "generated", "checkpoints", "quantized"}
-    occupied = directory.exists() and (
-        not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
-    )
-    if occupied:
+    if directory.exists() and not directory.is_dir():
+        raise RunDirectoryError(f"{directory} is not a directory", "name another directory")
+    if directory.exists() and any(e.name not in left and e.name[0] != "." for e in directory.iterdir()):
+        if not is_run(directory):
+            raise RunDirectoryError(f"{directory} is not empty, and is not a run", "name another directory")
         hint = f"continue that run with --run {shell_path(directory)} --resume auto, or name another directory"
         raise RunDirectoryError(f"{directory} is not empty", hint)
 

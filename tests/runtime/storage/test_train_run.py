@@ -50,14 +50,15 @@ def test_equal_specs_have_equal_digests_and_others_not(tmp_path: Path) -> None:
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    for directory in (tmp_path, tmp_path / "thesis.tex"):
-        with pytest.raises(RunDirectoryError, match="is not empty") as caught:
+    for directory, problem in ((tmp_path, "is not empty, and is not a run"), (tmp_path / "thesis.tex", "is not a dir")):
+        with pytest.raises(RunDirectoryError, match=problem) as caught:
             Run(directory, gpt_mini(), "cpu", "x").create()
-        assert caught.value.exit_code == 2 and "--resume auto" in caught.value.hint
+        assert (caught.value.exit_code, caught.value.hint) == (2, "name another directory")
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
     run = Run(tmp_path / "run", gpt_mini(), "cpu", "x").create()
-    with pytest.raises(RunDirectoryError, match="is not empty"):
+    with pytest.raises(RunDirectoryError, match="is not empty") as caught:
         Run(run.directory, gpt_mini(), "cpu", "x").create()
+    assert "--resume auto" in caught.value.hint
 
 
 def test_what_a_killed_start_left_is_used(tmp_path: Path) -> None:
