@@ -1,5 +1,6 @@
 """Builds errors for paths that do not exist, with suggestions of similar paths."""
 
+import os
 from difflib import get_close_matches
 from glob import has_magic
 from pathlib import Path
@@ -18,7 +19,7 @@ def nearest_paths(path: Path) -> str:
     If the parent folder is also missing, the hint names the parent folder. Without a similar path, the hint is empty.
     """
     parent = path.parent
-    if path.exists():  # for example a folder in place of a file
+    if os.path.lexists(path):  # for example a folder in place of a file, or a symbolic link to nothing
         return ""
     if not parent.is_dir():
         existing = next((folder for folder in parent.parents if folder.is_dir()), parent)
@@ -44,8 +45,8 @@ def data_hint(kind: DataKind) -> str:
 
 def missing_source(path: Path, sources: str = SOURCES) -> DataError:
     """Returns the error for a source that does not exist. `sources` describes the valid sources."""
-    near = nearest_paths(path)
-    return DataError(f"{path}: no such file or folder", "; ".join(filter(None, (near, sources))))
+    near, missing = nearest_paths(path), "broken symbolic link" if path.is_symlink() else "no such file or folder"
+    return DataError(f"{path}: {missing}", "; ".join(filter(None, (near, sources))))
 
 
 def require_source(source: str, kind: DataKind) -> None:

@@ -253,6 +253,14 @@ def test_a_missing_source_names_what_is_near(name: str, hint: str, tmp_path: Pat
     assert caught.value.hint.startswith(hint.format(tmp_path))
 
 
+def test_a_symbolic_link_to_nothing_is_not_near_to_itself(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(DataError, match="loop: broken symbolic link") as caught:
+        open_stream(loop, "train", ByteTokenizer(), tmp_path / "cache")
+    assert caught.value.hint.startswith("name a text file")
+
+
 def write_parquet(path: Path, **columns: list[object]) -> Path:
     parquet.write_table(pyarrow.table(columns), path, row_group_size=2)
     return path
