@@ -45,6 +45,9 @@ def command(
     The folder contains config.json, safetensors and tokenizer files. The command runs no code of the folder, and
     downloads nothing.
     """
+    from specc.runtime.families.config import require_folder
+
+    require_folder(source)  # before Torch is imported, so that an error is shown at once
     from specc.runtime.hugging_face.importing import ImportOptions, import_folder
 
     options = ImportOptions(name, spec, directory, data, overrides, ignored)

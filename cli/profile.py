@@ -43,9 +43,10 @@ def command(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise, Torch's profiler prints messages to stderr
     from specc.compiler.build import plan_spec
+
+    planned = plan_spec(spec, overrides)  # before Torch is imported, so that an error is shown at once
     from specc.runtime.bench.trace import record_trace
 
-    planned = plan_spec(spec, overrides)
     out = out or Path(f"{planned.spec.name}.trace.json.gz")
     trace = record_trace(planned.spec, target, steps, out, lock=planned.lock, force=force, say=say)
     if as_json:

@@ -3,11 +3,13 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from specc.runtime.errors import RuntimeFailure
 
 T = TypeVar("T")
+CONFIG = "config.json"
 MOST = 2**31 - 1
 
 # Fields that do not change the function of a model, such as settings of training and generation.
@@ -35,6 +37,14 @@ class ConfigError(RuntimeFailure):
 
     code = "U013"
     exit_code = 2
+
+
+def require_folder(path: Path) -> None:
+    """Raises ConfigError if `path` is not a folder with a config.json."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder", "name a folder with config.json and model.safetensors")
+    if not (path / CONFIG).is_file():
+        raise ConfigError(f"{path}: has no config.json", "name a folder that save_pretrained wrote")
 
 
 def shown(value: Any) -> str:

@@ -17,10 +17,10 @@ from specc.compiler.spec.data.text import TextData
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.open import open_tokenizer
 from specc.runtime.errors import IntegrityError, RuntimeFailure, cannot_write
-from specc.runtime.families.config import HARMLESS, Config, ConfigError
+from specc.runtime.families.config import CONFIG, HARMLESS, Config, ConfigError
 from specc.runtime.families.family import Data
 from specc.runtime.families.tensors import TensorMapping, expanded
-from specc.runtime.hugging_face.folder import CARRIED, CONFIG, FLOATS, INDEX, WEIGHTS, open_folder, read_json
+from specc.runtime.hugging_face.folder import CARRIED, FLOATS, INDEX, WEIGHTS, open_folder, read_json
 from specc.runtime.hugging_face.origin import Origin
 from specc.runtime.hugging_face.recognizing import Recognized, decoder_of, recognized, same_programs
 from specc.runtime.hugging_face.tokenizer_files import tokenizer_files

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from specc.runtime.errors import IntegrityError
-from specc.runtime.families.config import ConfigError
+from specc.runtime.families.config import CONFIG, ConfigError, require_folder
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 LARGEST_JSON = 1 << 26  # bytes
 LARGEST_HEADER = 100_000_000  # in bytes; the safetensors library has the same limit
@@ -98,10 +98,7 @@ def open_folder(path: Path) -> Folder:
         ConfigError: `path` is not a folder of Transformers, or the folder has only pickled weights.
         IntegrityError: a file is damaged.
     """
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder", "name a folder with config.json and model.safetensors")
-    if not (path / CONFIG).is_file():
-        raise ConfigError(f"{path}: has no config.json", "name a folder that save_pretrained wrote")
+    require_folder(path)
     return Folder(path, read_json(path / CONFIG), _tensors(path))
 
 

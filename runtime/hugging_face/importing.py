@@ -18,10 +18,10 @@ from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.errors import IntegrityError
-from specc.runtime.families.config import Config, ConfigError, require_known
+from specc.runtime.families.config import CONFIG, Config, ConfigError, require_known
 from specc.runtime.families.family import Data, Family, families
 from specc.runtime.families.tensors import TensorMapping, expanded
-from specc.runtime.hugging_face.folder import CONFIG, FLOATS, Folder, open_folder
+from specc.runtime.hugging_face.folder import FLOATS, Folder, open_folder
 from specc.runtime.hugging_face.origin import Origin
 from specc.runtime.hugging_face.starting_spec import checked_model, written_spec
 from specc.runtime.hugging_face.tokenizer_files import is_byte_level

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from specc.runtime.hugging_face.folder import CONFIG, open_folder
+from specc.runtime.families.config import CONFIG
+from specc.runtime.hugging_face.folder import open_folder
 from specc.runtime.hugging_face.importing import fitted_weights
 from specc.runtime.open_model import Say, final_weights, read_verified
 from specc.runtime.storage.run_directory import Run, is_run

@@ -61,6 +61,11 @@ def test_a_path_that_is_not_there_is_answered_at_once(command: str) -> None:
     assert imported(command, "nowhere.specc", codes=(2,)).isdisjoint(heavy)
 
 
+@pytest.mark.parametrize("command", ["import", "profile"])
+def test_an_input_that_is_not_there_is_an_error_before_torch_is_imported(command: str) -> None:
+    assert "torch" not in imported(command, "nowhere.yaml", codes=(2,))
+
+
 def test_counting_the_bytes_of_an_artifact_needs_no_torch(tmp_path: Path) -> None:
     text, artifact = canonical(load(ROOT / "specs/gpt_mini.yaml")[0]).encode(), tmp_path / "mini.specc"
     _, deployment = deployment_of(text)
