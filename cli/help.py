@@ -4,6 +4,7 @@ rich_click is imported only for help and for usage errors, because its import ta
 """
 
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import click
@@ -13,7 +14,17 @@ if TYPE_CHECKING:
 
 
 class HelpContext(click.Context):
-    """A context that prints help and usage with rich_click."""
+    """A context that prints help and usage with rich_click.
+
+    Each usage error has a context, which names the command. Click's parser raises some errors without a context.
+    """
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        if isinstance(error, click.UsageError) and error.ctx is None:
+            error.ctx, error.cmd = self, self.command
+        return super().__exit__(kind, error, traceback)
 
     def get_help(self) -> str:
         self.color = True  # rich has already decided whether the text has colors

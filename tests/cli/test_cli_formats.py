@@ -58,6 +58,11 @@ def test_errors_of_the_command_line_have_the_format_too(specc: Shell, arguments:
     assert specc.out.startswith("::error title=U001::")
 
 
+def test_a_missing_value_has_the_help_of_the_command_as_its_hint(specc: Shell) -> None:
+    assert specc("--format", "json", "plan", "specs/tiny.yaml", "--set") == 2
+    assert json.loads(specc.out)[0]["hint"] == "specc plan --help"
+
+
 @pytest.mark.parametrize(
     ("variables", "colors"),
     [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
