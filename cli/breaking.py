@@ -5,12 +5,12 @@ from pathlib import Path
 
 import click
 
-from specc.cli.options import Compiling, all_specs
+from specc.cli.options import Compiling, StatedPath, all_specs
 from specc.cli.output import command_output
 
 
 @click.command("breaking", cls=Compiling)
-@click.argument("specs", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("specs", nargs=-1, type=StatedPath())
 @click.option(
     "--against",
     required=True,

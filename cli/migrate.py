@@ -4,13 +4,13 @@ from pathlib import Path
 
 import click
 
-from specc.cli.options import Compiling
+from specc.cli.options import Compiling, StatedPath
 from specc.cli.output import command_output
 from specc.compiler.text.shell import shell_path
 
 
 @click.command("migrate", cls=Compiling)
-@click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("specs", nargs=-1, required=True, type=StatedPath())
 @click.option("--check", is_flag=True, help="Write nothing. Exit with 1 if a spec has an old version.")
 def command(specs: tuple[Path, ...], check: bool) -> int:
     """Rewrite specs of an old version in the current version.

@@ -7,9 +7,24 @@ from typing import Any, TypeVar
 
 import click
 
-folder = click.Path(path_type=Path)
 F = TypeVar("F", bound=Callable[..., Any])
 SPECS = Path("specs")
+
+
+class StatedPath(click.Path):
+    """A path that is not empty. An empty path, for example of a variable that is not set, would be the working
+    folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+folder = StatedPath()
 
 
 def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path:
@@ -47,11 +62,8 @@ class Compiling(click.Command):
                 gc.enable()
 
 
-class SpecPath(click.Path):
+class SpecPath(StatedPath):
     """The path of a spec; `-` is standard input."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path, allow_dash=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "-":
@@ -61,7 +73,7 @@ class SpecPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-spec_argument = click.argument("spec", type=click.Path(path_type=Path))
+spec_argument = click.argument("spec", type=folder)
 target_option = click.option("--target", help="A target of the spec. By default, all targets.")
 device_option = click.option(
     "--target", help="A target of the spec. By default, the best target that this machine can run."

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command("sweep")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=folder)
 @click.option("--out", "directory", type=folder, help="Folder of the sweep. By default, runs/ and the name of FILE.")
 @click.option("--data", callback=stated, help="Training data, instead of the data that FILE names.")
 @click.option("--target", help="Target of all runs, instead of the target that FILE names.")

@@ -24,6 +24,15 @@ def test_validate_takes_overrides(here: Path, specc: Shell) -> None:
     assert specc("validate", "specs/tiny.yaml", "--set", "model.dim") == 2 and "S014" in specc.err
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["validate", "plan", "verify", "migrate", "breaking --against main", "sweep", "size", "train --data stdlib --run"],
+)
+def test_an_empty_path_is_not_the_working_folder(here: Path, specc: Shell, command: str) -> None:
+    assert specc(*command.split(), "") == 2
+    assert "the path is empty" in specc.err
+
+
 def test_validate_goes_as_far_as_a_build(here: Path, specc: Shell) -> None:
     Path("fuse.yaml").write_text(json.dumps(spec_data(fuse=({"blocks.*.nope": ["up", "act"]},))))
     assert specc("validate", "fuse.yaml") == 2
