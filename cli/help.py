@@ -23,7 +23,7 @@ class HelpContext(click.Context):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         if isinstance(error, click.UsageError) and error.ctx is None:
-            error.ctx, error.cmd = self, self.command
+            error.ctx = self
         return super().__exit__(kind, error, traceback)
 
     def get_help(self) -> str:

@@ -90,12 +90,12 @@ class Comparison:
             yield f"          -> {other or 'by the rules'}"
         elif other:
             yield f"  quantize   {other}"
-        warnings, others = (summary.storage.warnings[:1] for summary in self.summaries)
-        if warnings != others:
-            yield from (f"  before     {warning}" for warning in warnings)
-            yield from (f"  after      {warning}" for warning in others)
+        was, now = (summary.storage.warnings[:1] for summary in self.summaries)
+        if was != now:
+            yield from (f"  before     {warning}" for warning in was)
+            yield from (f"  after      {warning}" for warning in now)
         else:
-            yield from (f"  {warning}" for warning in others)
+            yield from (f"  {warning}" for warning in now)
         yield from self._decoding()
 
     def _decoding(self) -> Iterator[str]:
