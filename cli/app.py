@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from keyword import iskeyword
@@ -146,7 +146,7 @@ def main() -> NoReturn:
     keep_going()
     try:
         with pre_emptible():
-            code = run(sys.argv[1:])
+            code = run(sys.argv[1:], ignore_signals)
     except Terminated:  # the signal arrived while an earlier error was being reported
         code = EXIT_PREEMPTED
     code = _flushed(code)
@@ -172,8 +172,7 @@ def pre_emptible() -> Iterator[None]:
     The signal then ends a command with the exit code for preemption, even before the command installs its own signal
     handlers. Signals that the process already ignores, for example under nohup, stay ignored.
 
-    After the block, the process ignores SIGTERM, SIGHUP and SIGINT until it ends. The result is then complete, and a
-    signal during the teardown of Torch must not change the exit code.
+    After the block, the process ignores signals until it ends.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -189,8 +188,14 @@ def pre_emptible() -> Iterator[None]:
     try:
         yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
+
+
+def ignore_signals() -> None:
+    """Makes the process ignore SIGTERM, SIGHUP and SIGINT until it ends. The work is then complete, and a signal during
+    the teardown of Torch must not change the exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _is_importing() -> bool:
@@ -217,11 +222,13 @@ def _not_written(error: OSError) -> int:
     return EXIT_ENVIRONMENT
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Runs the command with the command-line arguments `arguments`, and returns its exit code."""
-    output, stream = Output(arguments), sys.stdout
+def run(arguments: Sequence[str], complete: Callable[[], None] = lambda: None) -> int:
+    """Runs the command with the command-line arguments `arguments`, and returns its exit code. `complete` is called
+    when the work of the command is complete."""
+    output, stream = Output(arguments, complete), sys.stdout
     with output.results():
         code, shown = _run(arguments, output)
+    output.complete()
     if shown:
         try:
             output.close(code, stream)

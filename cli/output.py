@@ -9,7 +9,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -108,9 +108,11 @@ class Output:
 
     Args:
         arguments: the arguments of the command line, which may be invalid.
+        complete: a function that is called when the work of the command is complete and saved.
     """
 
-    def __init__(self, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, arguments: Sequence[str] = (), complete: Callable[[], None] = lambda: None) -> None:
+        self.complete = complete
         self.form, self._has_result = FORMATS[0], False
         self.delegated = False  # whether the command runs in other processes, which show errors and findings themselves
         self._errors: list[Diagnostic] = []

@@ -19,7 +19,7 @@ from specc.cli.options import (
     tokenizers_option,
     with_data,
 )
-from specc.cli.output import say
+from specc.cli.output import command_output, say
 from specc.cli.processes import Repeatable, end_with_parent, joined_world, launched
 from specc.compiler.text.shell import shell_path
 
@@ -153,6 +153,7 @@ def command(
             began=began,
         )
         result = run(options, say, world)
+        command_output().complete()
         if world is None or world.rank == 0:
             state = "complete" if result.complete else "ended early"
             state = f"reached the loss {loaded.train.stop_at_loss:g}" if result.reached else state

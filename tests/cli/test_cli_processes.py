@@ -200,3 +200,18 @@ def test_a_signal_after_a_command_has_completed_changes_nothing(number: int) -> 
     code = f"{kill}from specc.cli.app import main\nmain()"
     done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("specc, version")
+
+
+def test_a_signal_after_training_has_ended_changes_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, click\nfrom specc.cli.app import main\necho = click.echo\n"
+        "def killing(text='', **settings):\n    echo(text, **settings)\n"
+        f"    if text.startswith('next: '):\n        os.kill(os.getpid(), {int(signal.SIGTERM)})\n"
+        "click.echo = killing\nmain()"
+    )
+    sets = ["model.dim=32", "model.context=64", "model.blocks.count=1", "train.micro_batch=8", "train.steps=1"]
+    sets += ["train.tokens_per_step=512", "train.schedule={warmdown_steps: 0}", "train.validate_tokens=512"]
+    words = ["train", "specs/gpt_mini.yaml", "--target", "cpu", "--data", "stdlib", "--run", str(tmp_path / "run")]
+    command = [sys.executable, "-c", code, *words, *(word for change in sets for word in ("--set", change))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "next: specc quantize" in done.stdout, done.stderr
