@@ -15,6 +15,7 @@ from specc.runtime.compare.statistics import Summary, Welch, welch
 from specc.runtime.metrics.names import BITS, NATS, Metric, metric_of
 from specc.runtime.storage.records import note_of_unreadable
 from specc.runtime.storage.run_directory import differences
+from specc.runtime.storage.run_history import NOT_SCORED
 
 THRESHOLD = 0.005  # in nats per token: the improvement that openai/parameter-golf requires for a record
 LEVEL = 0.01  # the p-value that openai/parameter-golf requires for the improvement
@@ -142,6 +143,8 @@ def _complete(group: Group, notes: list[str]) -> Group:
 
 def _why_unfinished(member: Member) -> str:
     history = member.history
+    if history.complete:
+        return NOT_SCORED
     return history.message or (
         f"it ended after step {history.steps[-1].step:,}" if history.steps else "it has no steps"
     )

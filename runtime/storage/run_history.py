@@ -8,7 +8,9 @@ from typing import Any
 
 from specc.runtime.storage.records import Record, Records, is_number
 
-_NUMBERS = {"step": ("step", "loss", "seconds"), "validation": ("step", "nats", "tokens"), "end": ("seconds",)}
+NOT_SCORED = "the final validation is missing or damaged"
+_NUMBERS = {"step": ("step", "loss", "seconds"), "validation": ("step", "nats", "tokens"), "end": ("step", "seconds")}
+_NUMBERS_OR_NONE = {"validation": ("bpb", "bpb_pieces", "exact_match")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +86,14 @@ class RunHistory:
         return self.scored(str(self.end["weights"])) if self.end is not None and self.complete else None
 
     def scored(self, weights: str) -> Mapping[str, Any] | None:
-        """Returns the fields of the last validation of the `raw` or `average` weights.
+        """Returns the fields of the validation of the `raw` or `average` weights at the step at which the run ended.
 
-        Returns None if the run is not complete, or has no such validation.
+        Returns None if the run is not complete, or the log has no such validation.
         """
         if self.end is None or not self.complete:
             return None
-        return next((v.values for v in reversed(self.validations) if v.weights == weights), None)
+        wanted = (self.end["step"], weights)
+        return next((v.values for v in reversed(self.validations) if (v.step, v.weights) == wanted), None)
 
     @property
     def seconds(self) -> float:
@@ -127,4 +130,5 @@ def _has_fields(record: Record) -> bool:
         all(is_number(record.get(name)) for name in _NUMBERS.get(event, ()) if name != "loss" or not skipped)
         and (event != "step" or any(is_number(record.get(name)) for name in ("tokens", "tokens_per_second")))
         and (event not in ("validation", "end") or isinstance(record.get("weights"), str))
+        and all(record.get(name) is None or is_number(record[name]) for name in _NUMBERS_OR_NONE.get(event, ()))
     )

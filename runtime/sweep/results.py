@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specc.runtime.metrics.names import NATS, Metric, metric_of
-from specc.runtime.storage.run_history import RunHistory
+from specc.runtime.storage.run_history import NOT_SCORED, RunHistory
 from specc.runtime.sweep.folder import SweepFolder
 from specc.runtime.sweep.plan import PlannedRun
 from specc.runtime.tables import aligned
@@ -156,7 +156,7 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
     rows: list[SettingResult] = []
     for setting in sweep.settings:
         runs = [run for run in sweep.runs if run.setting == setting]
-        finished = [run for run in runs if histories[run.name].complete]
+        finished = [run for run in runs if histories[run.name].final is not None]
         read = _reader(finished, histories)
         sample = read(lambda history: metric.value(history.final))
         first = rows[0].metric if rows else None
@@ -206,6 +206,8 @@ def _reader(
 def _reason(name: str, history: RunHistory, folder: SweepFolder, failed: Mapping[str, str]) -> str:
     if name in failed:
         return failed[name]
+    if history.complete:
+        return NOT_SCORED
     if history.message:
         return history.message
     return f"stopped after step {history.steps[-1].step:,}" if history.steps else "not begun"

@@ -114,6 +114,17 @@ def test_incomplete_runs_are_left_out_and_named(runs: Path) -> None:
         compared("base-9")
 
 
+def test_a_run_whose_final_validation_is_damaged_is_left_out(runs: Path) -> None:
+    """Its earlier validation is not the final result."""
+    log = runs / "base-0/log.jsonl"
+    lines = log.read_text().splitlines()
+    early = [json.dumps({**json.loads(line), "step": 2}) for line in lines[-3:-1]]
+    log.write_text("\n".join([*lines[:-3], *early, lines[-3], lines[-2][:60], lines[-1]]))
+    result = compared("base-*", "gelu-*")
+    assert result.groups[0].values == A[1:]
+    assert result.notes[0] == "base-0 is left out: the final validation is missing or damaged"
+
+
 def test_records_that_lack_fields_are_skipped_with_a_note(runs: Path) -> None:
     with (runs / "base-0/log.jsonl").open("a") as log:
         log.write('{"event": "validation", "step": 4, "weights": "average"}\n{"event": "step", "step": 5}\n')

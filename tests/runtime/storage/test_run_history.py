@@ -1,6 +1,7 @@
 """The log of a run, read back, also of one that was killed, resumed, or written by an older specc."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,18 @@ def test_only_a_complete_run_has_a_final_value(tmp_path: Path) -> None:
     assert history(tmp_path, START, scores[0], end(2, weights="raw")).final == {"nats": 4.0, "tokens": 9}
 
 
+@pytest.mark.parametrize("damaged", ['{"event": "validation", "step": 4, "wei', {"nats": math.nan}, {"bpb": "x"}])
+def test_the_final_value_is_of_the_last_step(tmp_path: Path, damaged: str | dict[str, Any]) -> None:
+    """The validation of an earlier step does not replace a damaged one."""
+    known = [START, *(validation(n, weights, 5.0 - n) for n in (2, 4) for weights in ("raw", "average"))]
+    assert (whole := history(tmp_path, *known, end(4))).final == {"nats": 1.0, "tokens": 9}
+    assert whole.scored("raw") == whole.final
+    text = damaged if isinstance(damaged, str) else json.dumps({**known[-1], **damaged})
+    result = history(tmp_path, *known[:-1], torn=f"{text}\n{json.dumps(end(4))}\n")
+    assert result.final is None and result.complete and result.unreadable == 1
+    assert result.scored("raw") == {"nats": 1.0, "tokens": 9}
+
+
 def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
     """It was killed after step 3, and its newest checkpoint was that of step 1."""
     before = [START, *(step(n, 9.0, tokens=5) for n in (1, 2, 3)), validation(2, "raw", 8.0)]
@@ -83,7 +96,7 @@ def test_a_record_that_lacks_a_field_is_skipped(tmp_path: Path, event: dict[str,
     whole = [START, step(1), validation(1, "raw", 4.0), end(1, weights="raw")]
     known = history(tmp_path, *whole)
     assert known.unreadable == 0 and known.final == {"nats": 4.0, "tokens": 9}
-    for name in event.keys() - {"event", "complete"} - ({"step"} if event["event"] == "end" else set()):
+    for name in event.keys() - {"event", "complete"}:
         for damaged in ({key: event[key] for key in event if key != name}, {**event, name: None}):
             known.unreadable = 1
             assert history(tmp_path, *whole, damaged) == known

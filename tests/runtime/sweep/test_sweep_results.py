@@ -1,0 +1,49 @@
+"""The table and the picture of a sweep, from runs with a log and no weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from logged_runs import logged_run
+from run_samples import SMALL, SPEC
+
+from specc.cli.app import run
+from specc.runtime.sweep.plan import PlannedSweep, read_sweep
+
+
+@pytest.fixture
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlannedSweep:
+    """A sweep in the working directory: two seeds of two values, all finished."""
+    monkeypatch.chdir(tmp_path)
+    return begun(tmp_path, "seeds: [1, 2]\ngrid: {model.dim: [32, 64]}\n")
+
+
+def begun(folder: Path, text: str) -> PlannedSweep:
+    """The folder `out` of a sweep whose runs have the losses 3.0, 3.1, ... in the order of the sweep."""
+    file = folder / "sweep.yaml"
+    file.write_text(f"spec: {SPEC}\ntarget: cpu\nset: {json.dumps(SMALL)}\n{text}")
+    sweep = read_sweep(file)
+    assert run(["sweep", str(file), "--out", "out", "--max-seconds", "0"]) == 0
+    for number, planned in enumerate(sweep.runs):
+        logged_run(folder / "out" / planned.name, 3.0 + 0.1 * number, planned.overrides)
+    return sweep
+
+
+def table(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    capsys.readouterr()
+    assert run(["sweep", "sweep.yaml", "--out", "out", "--table"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_run_whose_final_validation_is_damaged_is_named(
+    swept: PlannedSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only this run is left out of its setting."""
+    name = swept.runs[0].name
+    log = Path("out", name, "log.jsonl")
+    *before, averaged, end = log.read_text().splitlines()
+    log.write_text("\n".join([*before, averaged[:60], end]))
+    lines = table(capsys)
+    assert [cell.strip() for cell in lines[2].split("|")[1:5]] == ["dim=32", "1", "3.1000", "-"]
+    assert f"not finished: {name}: the final validation is missing or damaged" in lines
