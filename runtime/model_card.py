@@ -66,7 +66,7 @@ def _body(facts: RunFacts, library: str, files: Sequence[tuple[str, int]]) -> It
         head = ("model", "step", "data", "over", "metric", "value")
         yield from _table(head, [_row(score) for score in scores])
     else:
-        yield "The files of the run state no measured quality."
+        yield "The files of the run state no measured quality of these weights."
     yield ""
     yield "## Size"
     yield ""

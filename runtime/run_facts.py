@@ -8,7 +8,7 @@ Reports and model cards take all numbers from this module. The module never esti
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from specc.runtime.storage.evaluations import recorded_evaluations
 from specc.runtime.storage.quantized_run import REPORT
 from specc.runtime.storage.records import Record, Records, is_number, note_of_unreadable
 from specc.runtime.storage.run_directory import Run
+from specc.runtime.storage.run_history import NOT_SCORED
 
 MISSING = "not recorded"
 RAW, AVERAGED, QUANTIZED = "final weights", "averaged weights", "quantized"
@@ -60,6 +61,8 @@ class RunFacts:
         run: the run.
         records: the records of the log.
         step: the step of the newest checkpoint; None if there is none.
+        weights: the weights that this checkpoint gives the model, `raw` or `average`. Without a checkpoint, the weights
+            at the end of the log; None if the log does not state them.
         parameters: the parameters of the final model.
         quantization: the report of `specc quantize`; None if the run is not quantized.
         evaluations: the results of `specc eval --task`.
@@ -69,6 +72,7 @@ class RunFacts:
     run: Run
     records: Records
     step: int | None
+    weights: str | None
     parameters: tuple[Parameter, ...]
     quantization: Mapping[str, Any] | None
     evaluations: Sequence[Mapping[str, Any]]
@@ -86,10 +90,11 @@ class RunFacts:
         records = Records.read(run.log)
         if records.unreadable:
             problems.append(note_of_unreadable(run.log.name, records.unreadable))
-        step, quantization = None, None
+        step, weights, quantization = None, records.last("end").get("weights"), None
         for folder in reversed(checkpoint.all_in(run.checkpoints)):
             try:
-                step = checkpoint.read_state(folder).step
+                state = checkpoint.read_state(folder)
+                step, weights = state.step, "average" if state.weights == checkpoint.AVERAGE else "raw"
                 break
             except IntegrityError as error:
                 problems.append(error.message)
@@ -100,7 +105,11 @@ class RunFacts:
                 problems.append(str(getattr(error, "message", error)))
         parameters = tuple(p for p in lower(run.spec, run.target).params if not p.training)
         evaluations = recorded_evaluations(run.directory)
-        return cls(run, records, step, parameters, quantization, evaluations, tuple(problems))
+        facts = cls(run, records, step, weights, parameters, quantization, evaluations, tuple(problems))
+        end = records.last("end")
+        if end.get("complete") is True and step in (None, end.get("step")) and not facts.final_validation()[1]:
+            facts = replace(facts, problems=(*facts.problems, f"{run.log.name}: {NOT_SCORED}"))
+        return facts
 
     @property
     def count(self) -> int:
@@ -158,17 +167,19 @@ class RunFacts:
         return f"{Path(start.path).name}" if isinstance(start, StartSpec) else "initial values"
 
     def final_validation(self) -> tuple[str, Record]:
-        """Returns the name of the final weights, and the log record of their last validation. If the final weights were
+        """Returns the name of the final weights, and the log record of their validation. If the final weights were
         never validated, the record is empty.
+
+        The final weights are the weights of the newest checkpoint. Without a checkpoint, they are the weights at the
+        step at which the run ended.
         """
-        end = self.records.last("end")
-        which = end.get("weights") or ("average" if self.records.last("validation", weights="average") else "raw")
-        record = self.records.last("validation", weights=which)
-        return (AVERAGED if which == "average" else RAW), record
+        step = self.step if self.step is not None else self.records.last("end").get("step")
+        record = self.records.last("validation", weights=self.weights, step=step) if is_number(step) else {}
+        return (AVERAGED if self.weights == "average" else RAW), record
 
     def scores(self) -> Iterator[Score]:
-        """Yields all scores of the run: the last validation, the losses before and after quantization, and the results
-        of evaluation tasks.
+        """Yields all scores of the run: the validation of the final weights, the losses before and after quantization,
+        and the results of evaluation tasks.
         """
         which, record = self.final_validation()
         step = record.get("step")

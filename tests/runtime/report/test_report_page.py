@@ -4,12 +4,14 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from report_samples import HOSTILE, trained_log, write_log
 from run_samples import EXPERTS, make_run, small_spec, write_text
 
+from specc.runtime.model_card import model_card
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.report.charts import Series, cells, curves, thinned
 from specc.runtime.report.page import LIMIT
@@ -177,6 +179,25 @@ def test_damaged_files_are_named(quantized: Run, tmp_path: Path, data: Path) -> 
     (quantized_folder / "report.json").write_text("{}")
     text = text_of(page_of(run))
     assert "1 lines are not valid records" in text and "has no COMMIT file" in text and "3.2109" in text
+
+
+def test_only_the_validation_of_the_checkpoint_is_final(tmp_path: Path, data: Path) -> None:
+    run = make_run(tmp_path / "run", small_spec(), str(data))
+    trained_log(run)
+    *records, averaged, end = (json.loads(line) for line in run.log.read_text().splitlines())
+    early = {**averaged, "step": 2, "bpb": 4.4444}
+
+    def shown(*last: dict[str, Any]) -> tuple[str, str]:
+        write_log(run, *records, early, *last)
+        return text_of(page_of(run)), model_card(RunFacts.read(run.directory))
+
+    damaged, later = {**averaged, "weights": None}, [{**record, "step": 4} for record in (averaged, end)]
+    for last in ([averaged, end], [damaged, end], later, [{**averaged, "step": 4}]):
+        page, card = shown(*last)
+        known = last[0] is averaged
+        assert ("averaged weights" in card) == ("model-index" in card) == ("3.2109" in card) == known
+        assert ("bits per byte, averaged weights" in page) == known and "4.4444" not in card
+        assert ("log.jsonl: the final validation is missing or damaged" in page) == (end in last and not known)
 
 
 def test_hostile_text_does_not_become_html(tmp_path: Path, data: Path) -> None:
