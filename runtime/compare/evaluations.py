@@ -1,6 +1,7 @@
 """Collects the results that `specc eval` recorded for groups of runs, by task and model."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,8 @@ class EvaluationResult:
     """The results of one evaluation for all groups.
 
     Attributes:
-        file: the name of the file or of the data on which the models were evaluated.
+        file: the name of the file or of the data on which the models were evaluated. Other evaluations of the same name
+            have other digests; the field then also contains the start of the digest.
         task: the kind of the task, with its settings.
         sha256: the digest of the examples, or of the data and settings.
         model: `run` for the trained weights, `quantized` for the quantized weights.
@@ -58,14 +60,14 @@ class EvaluationResult:
         return tuple(dict.fromkeys(name for measures in self.groups.values() for name in measures))
 
 
-Key = tuple[str, str, str, str]
+Key = tuple[str, str, str]
 
 
 def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[EvaluationResult, ...]:
     """Collects the recorded evaluations of groups of runs.
 
-    Two results belong to the same evaluation if they have the same file, task, digest and model. A result is omitted if
-    the evaluated weights are not the weights of the last step of the run.
+    Two results belong to the same evaluation if they have the same task, digest and model. The name of the file may
+    differ. A result is omitted if the evaluated weights are not the weights of the last step of the run.
 
     Args:
         groups: the groups, without incomplete runs.
@@ -75,14 +77,19 @@ def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[Evaluatio
     Returns:
         The evaluations, sorted by file, task and model.
     """
+    files: dict[Key, str] = {}
     measures_by_key: dict[Key, dict[str, list[Mapping[str, Any]]]] = {}
     for group in groups:
         for member in group.members:
             for facts in _of_last_step(member, notes):
-                key = (str(facts["file"]), str(facts["task"]), str(facts["model"]), str(facts["sha256"]))
+                key = (str(facts["task"]), str(facts["model"]), str(facts["sha256"]))
+                files.setdefault(key, str(facts["file"]))
                 measures_by_key.setdefault(key, {}).setdefault(group.name, []).append(facts["measures"])
     results = []
-    for (file, task, model, digest), values in sorted(measures_by_key.items()):
+    titles = Counter((file, *key[:2]) for key, file in files.items())
+    for key, values in sorted(measures_by_key.items(), key=lambda item: (files[item[0]], item[0])):
+        task, model, digest = key
+        file = files[key] if titles[files[key], task, model] == 1 else f"{files[key]}, sha256 {digest[:8]}"
         measured = {name: _measures(results_of) for name, results_of in values.items()}
         result = EvaluationResult(file, task, digest, model, measured)
         results.append(result)
@@ -118,7 +125,7 @@ def evaluation_lines(evaluations: Sequence[EvaluationResult]) -> Iterator[str]:
     for evaluation in evaluations:
         rows = [["group", "n", *evaluation.measures]]
         for name, measures in evaluation.groups.items():
-            count = max(measure.summary.n for measure in measures.values())
+            count = max((measure.summary.n for measure in measures.values()), default=0)
             rows.append([name, str(count), *(_cell(measures.get(measure)) for measure in evaluation.measures)])
         yield from ("", evaluation.title, *aligned(rows))
     if evaluations:

@@ -84,7 +84,7 @@ def evaluate(
     result = METRICS[opened.spec.eval.metric](opened, options, progress, world)
     if world.rank == 0:
         try:
-            record_score(opened, options, result.measures())
+            record_score(opened, options, result)
         except EnvironmentFailure as error:  # if the score cannot be recorded, it is returned anyway
             (say or print)(f"not recorded in the run: {error.message}")
     return result

@@ -3,6 +3,8 @@
 The lines are held-out lines of the task in the spec, or come from a file.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ class SetScore:
 
     Attributes:
         name: the name of the held-out split or of the file.
+        digest: the SHA-256 (hex) of the lines.
         score: the score of the lines that were decoded.
         overlap: the overlap of the decoded lines with the fixed training set; None if unknown.
         held_out: whether the lines are the validation split of the training file.
@@ -40,6 +43,7 @@ class SetScore:
     """
 
     name: str
+    digest: str
     score: ExactMatch
     overlap: Overlap | None
     held_out: bool = False
@@ -57,6 +61,11 @@ class ExactMatches:
     """The scores of one set of lines, or of all held-out splits."""
 
     sets: tuple[SetScore, ...]
+
+    @property
+    def digest(self) -> str:
+        """A SHA-256 (hex) of the names and the lines of all sets."""
+        return hashlib.sha256(json.dumps([(entry.name, entry.digest) for entry in self.sets]).encode()).hexdigest()
 
     def report(self) -> list[str]:
         return [str(score) for score in self.sets]
@@ -123,7 +132,7 @@ def evaluate_lines(
         if not math.isfinite(match.nats):
             raise RunFailure(f"the loss is {match.nats}", "the model is broken: evaluate an earlier checkpoint")
         overlap, untried = lines.overlap(match.lines), len(pairs) - match.lines
-        scores.append(SetScore(lines.name, match, overlap, lines.held_out, untried))
+        scores.append(SetScore(lines.name, pairs.digest, match, overlap, lines.held_out, untried))
     return ExactMatches(tuple(scores))
 
 

@@ -59,7 +59,7 @@ def evaluate_text(
         result = evaluate_bits(score, text, windows, opened.device, share, progress)
     if not math.isfinite(result.nats):
         raise RunFailure(f"the loss is {result.nats}", "the model is broken: evaluate an earlier checkpoint")
-    return replace(result, held_out=_held_out(opened, stream))
+    return replace(result, held_out=_held_out(opened, stream), digest=stream.digest)
 
 
 def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:

@@ -39,6 +39,7 @@ class BitsPerByte:
         lossless: whether the tokenizer is lossless.
         held_out: True if the text is the validation split of the training data. False if the text is the training
             split. None if unknown.
+        digest: the SHA-256 (hex) of the split of which the text is the start; None if unknown.
     """
 
     nats: float
@@ -49,6 +50,7 @@ class BitsPerByte:
     bpb_pieces: float
     lossless: bool
     held_out: bool | None = None
+    digest: str | None = None
 
     def record(self) -> dict[str, float | None]:
         """Returns the result as fields for the log of a run. The field `nats` is the mean loss per token."""
@@ -79,7 +81,7 @@ class BitsPerByte:
         return {"bpb": self.bpb, **pieces, "nats_per_token": self.nats / self.tokens}
 
     def facts(self) -> dict[str, float | None]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "digest"}
 
     def audit(self) -> str:
         pieces = f"audit: sum of token bytes {self.piece_bytes:,}"

@@ -204,10 +204,12 @@ def test_a_picture_without_matplotlib(
     assert "pip install 'specc[bench]'" in capsys.readouterr().err
 
 
-def score(folder: Path, acc: float, *, step: int = 4, model: str = "run", file: str = "cloze.jsonl") -> None:
+def score(
+    folder: Path, acc: float, *, step: int = 4, model: str = "run", file: str = "cloze.jsonl", sha: str = "c"
+) -> None:
     """Records a result of `specc eval` in a run."""
     measures = {"acc": {"value": acc, "standard_error": 0.03}, "perplexity": {"value": 9.0, "standard_error": None}}
-    facts = {"task": "cloze", "file": file, "sha256": "c" * 64, "examples": 10, "measures": measures}
+    facts = {"task": "cloze", "file": file, "sha256": sha * 64, "examples": 10, "measures": measures}
     record_evaluation(folder, {**facts, "model": model, "step": step})
 
 
@@ -237,11 +239,15 @@ def test_recorded_evaluations_are_compared(runs: Path) -> None:
 
 def test_evaluations_of_other_examples_are_not_mixed(runs: Path) -> None:
     score(runs / "base-0", 0.25)
-    score(runs / "gelu-seed0", 0.75, file="other.jsonl")
+    score(runs / "gelu-seed0", 0.75, file="other.jsonl", sha="d")
+    score(runs / "gelu-seed1", 0.75, sha="e")
     assert [(e.file, list(e.groups)) for e in compared("base-*", "gelu-*").evaluations] == [
-        ("cloze.jsonl", ["base"]),
+        ("cloze.jsonl, sha256 cccccccc", ["base"]),
+        ("cloze.jsonl, sha256 eeeeeeee", ["gelu"]),
         ("other.jsonl", ["gelu"]),
     ]
+    score(runs / "base-0", 0.75, file="moved.jsonl", sha="d")
+    assert list(compared("base-*", "gelu-*").evaluations[-1].groups) == ["base", "gelu"]
 
 
 def test_the_picture_draws_the_first_measure_of_each_evaluation(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,15 @@ def test_the_score_of_data_is_in_the_run(run: Run, tmp_path: Path) -> None:
     ]
     assert [(score.metric, score.value) for score in scores] == [(name, m["value"]) for name, m in measures.items()]
     assert "other (data, stride 16, max_tokens 100, run, step 3): bpb" in evaluation_line(recorded["other"])
+    moved = tmp_path / "elsewhere"
+    other.rename(moved)
+    write_text(other, seed=6)  # the name remains, the content changes
+    for folder in (moved, other):
+        evaluate(copy, replace(options, data=str(folder)))
+    known = {(each["file"], each["data_sha256"] == recorded["other"]["data_sha256"]): each["sha256"]
+             for each in recorded_evaluations(copy) if each["model"] == "run"}  # fmt: skip
+    assert known.keys() == {("other", True), ("elsewhere", True), ("other", False)}
+    assert known["elsewhere", True] == known["other", True] == recorded["other"]["sha256"] != known["other", False]
 
 
 def test_a_run_that_cannot_be_written_is_scored_all_the_same(
