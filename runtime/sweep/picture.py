@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specc.runtime.pictures import new_figure, png, require_matplotlib, style_of
+from specc.runtime.sweep.plan import setting_name
 from specc.runtime.sweep.results import SettingResult, SweepResults
 
 if TYPE_CHECKING:
@@ -49,10 +50,12 @@ def _numeric_axis(rows: Sequence[SettingResult]) -> str | None:
 
 
 def _lines(axes: "Axes", results: SweepResults, rows: Sequence[SettingResult], path: str) -> None:
-    groups: dict[str, list[SettingResult]] = {}
+    groups: dict[tuple[str, str], list[SettingResult]] = {}
     for row in rows:
-        groups.setdefault(_others(row, path), []).append(row)
-    for index, (label, members) in enumerate(groups.items()):
+        others = {key: value for key, value in row.grid.items() if key != path}
+        # The name cuts long values, so that it may be equal for different values
+        groups.setdefault((setting_name(row.entry, others), str(others)), []).append(row)
+    for index, ((label, _), members) in enumerate(groups.items()):
         style = style_of(index)
         members = sorted(members, key=lambda row: row.grid[path])
         places = [row.grid[path] for row in members]
@@ -77,15 +80,8 @@ def _lines(axes: "Axes", results: SweepResults, rows: Sequence[SettingResult], p
     axes.set_xlabel(path)
     axes.set_ylabel(f"{results.metric.label} on the validation split")
     axes.grid(axis="y", color="#e5e7eb")
-    title = "mean ± std over the seeds; hollow: runs" if any(groups) else None
+    title = "mean ± std over the seeds; hollow: runs" if any(label for label, _ in groups) else None
     axes.legend(title=title, fontsize=9, frameon=False)
-
-
-def _others(row: SettingResult, path: str) -> str:
-    number = list(row.grid).index(path)
-    parts = row.setting.split(", ")
-    index = len(parts) - len(row.grid) + number
-    return ", ".join(part for i, part in enumerate(parts) if i != index)
 
 
 def _rows(axes: "Axes", results: SweepResults, rows: Sequence[SettingResult]) -> None:

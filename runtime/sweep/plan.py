@@ -81,6 +81,7 @@ class PlannedSweep:
         data: the data, in the format of `specc train --data`; None for the default data of the spec.
         target: the target of all runs; None for the best target of the machine.
         runs, quantizations: the runs and quantizations, in the order of the file.
+        entries: the name of the entry of `settings`, for each setting. Empty for a grid without entries.
         values: the value of each path of the grid, for each setting.
         metric: the value of `eval.metric` in the spec.
     """
@@ -92,6 +93,7 @@ class PlannedSweep:
     target: str | None
     runs: tuple[PlannedRun, ...]
     quantizations: tuple[PlannedQuantization, ...]
+    entries: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     metric: str = ""
 
@@ -136,6 +138,7 @@ class _Override:
 @dataclass(frozen=True, slots=True)
 class _Setting:
     name: str
+    entry: str
     overrides: tuple[_Override, ...]
     seeds: tuple[int, ...] | None
     values: Mapping[str, Any]
@@ -181,10 +184,11 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
     quantizations = list(plan.quantizations(file.quantize, firsts, runs, {run.name for run in runs}))
     plan.finish()
     metric, names = next(((s.eval.metric, s.name) for s, _ in firsts.values()), ("", ""))
+    entries = {setting.name: setting.entry for setting in settings}
     values = {setting.name: setting.values for setting in settings}
     targets = (target,) if target is not None else next(iter(firsts.values()))[0].targets
     data = None if data is None else lasting(data)
-    return PlannedSweep(spec, names, targets, data, target, tuple(runs), tuple(quantizations), values, metric)
+    return PlannedSweep(spec, names, targets, data, target, tuple(runs), tuple(quantizations), entries, values, metric)
 
 
 def _spec_of(path: Path, file: SweepFile) -> Path:
@@ -195,7 +199,7 @@ def _spec_of(path: Path, file: SweepFile) -> Path:
 
 def _settings(file: SweepFile) -> Iterator[_Setting]:
     shared = tuple(_Override(text, ("set", i)) for i, text in enumerate(file.set))
-    keys, labels = list(file.grid), _labels(file.grid)
+    keys = list(file.grid)
     entries = file.settings or (Setting(name=Path(file.spec).stem if not file.grid else "-"),)
     for number, entry in enumerate(entries):
         stated = tuple(_Override(text, ("settings", number, "set", i)) for i, text in enumerate(entry.set))
@@ -205,9 +209,16 @@ def _settings(file: SweepFile) -> Iterator[_Setting]:
                 _Override(f"{key}={_as_yaml(values[key])}", ("grid", key), ("grid", key, i))
                 for key, i in zip(keys, point, strict=True)
             )
-            words = [entry.name] if file.settings or not file.grid else []
-            words += [f"{labels[key]}={_shown(value)}" for key, value in values.items()]
-            yield _Setting(", ".join(words), (*shared, *stated, *over), entry.seeds or file.seeds, values)
+            name = entry.name if file.settings or not file.grid else ""
+            yield _Setting(
+                setting_name(name, values), name, (*shared, *stated, *over), entry.seeds or file.seeds, values
+            )
+
+
+def setting_name(entry: str, values: Mapping[str, Any]) -> str:
+    """Returns the name of a setting: the name of the entry, unless empty, and each value of the grid by its path."""
+    labels = _labels(values)
+    return ", ".join([*filter(None, [entry]), *(f"{labels[key]}={_shown(value)}" for key, value in values.items())])
 
 
 def _with_unique_names(settings: Sequence[_Setting]) -> list[_Setting]:
@@ -221,7 +232,7 @@ def _with_unique_names(settings: Sequence[_Setting]) -> list[_Setting]:
     ]
 
 
-def _labels(keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
+def _labels(keys: Mapping[str, Any]) -> dict[str, str]:
     labels: dict[str, str] = {}
     for key in keys:
         parts = key.split(".")

@@ -39,6 +39,7 @@ class SettingResult:
 
     Attributes:
         setting: the name of the setting.
+        entry: the name of the entry of `settings`. Empty for a grid without entries.
         grid: the value of each path of the grid.
         seeds: the seeds of the finished runs.
         metric: the final validation metric; None if no run is finished.
@@ -54,6 +55,7 @@ class SettingResult:
     """
 
     setting: str
+    entry: str
     grid: Mapping[str, Any]
     seeds: tuple[int, ...]
     metric: Sample | None
@@ -169,6 +171,7 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
         rows.append(
             SettingResult(
                 setting,
+                sweep.entries.get(setting, ""),
                 sweep.values.get(setting, {}),
                 tuple(run.seed for run in finished),
                 sample,

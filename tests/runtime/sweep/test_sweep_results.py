@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from logged_runs import logged_run
 from run_samples import SMALL, SPEC
 
 from specc.cli.app import run
+from specc.runtime.sweep.folder import SweepFolder
+from specc.runtime.sweep.picture import sweep_picture
 from specc.runtime.sweep.plan import PlannedSweep, read_sweep
+from specc.runtime.sweep.results import results_of
 
 
 @pytest.fixture
@@ -46,3 +50,16 @@ def test_a_run_whose_final_validation_is_damaged_is_named(
     lines = table(capsys)
     assert [cell.strip() for cell in lines[2].split("|")[1:5]] == ["dim=32", "1", "3.1000", "-"]
     assert f"not finished: {name}: the final validation is missing or damaged" in lines
+
+
+def test_a_value_with_a_comma_is_one_line_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    figures: list[Any] = []
+    monkeypatch.setattr("specc.runtime.sweep.picture.png", lambda figure: figures.append(figure) or b"")
+    acts = ["leaky_relu(x, 0.5)", "gelu(x)"]
+    grid = {"model.dim": [32, 64], "model.blocks.layers.1.act": acts}
+    sweep = begun(tmp_path, f"grid: {json.dumps(grid)}\nsettings: [{{name: 'a, b'}}]\n")
+    sweep_picture(results_of(SweepFolder.existing(Path("out"), sweep), {}), "title")
+    handles, labels = figures[0].axes[0].get_legend_handles_labels()
+    assert labels == [f"a, b, act={act}" for act in acts]
+    assert [list(handle.lines[0].get_xdata()) for handle in handles] == [[32, 64], [32, 64]]
