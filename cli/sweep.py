@@ -118,7 +118,7 @@ def _run(sweep_folder: "SweepFolder", slots: Any, tokenizers: tuple[Path, ...], 
         say(f"{len(sweep.runs) - len(left)} of {len(sweep.runs)} runs are finished")
     outcome = run_jobs([_training(sweep_folder, run, tokenizers) for run in left], slots, threads, until, say)
     finished = {run.name for run in sweep.runs if sweep_folder.is_finished(run)}
-    entries = [e for e in sweep.quantizations if e.of in finished and not sweep_folder.report(e).is_file()]
+    entries = [e for e in sweep.quantizations if e.of in finished and not sweep_folder.quantized(e).is_dir()]
     jobs = [_quantization(sweep_folder, entry, tokenizers) for entry in entries]
     more = run_jobs(jobs, slots, threads, until, say)
     outcome.failed |= more.failed
@@ -152,10 +152,12 @@ def _training(sweep_folder: "SweepFolder", run: "PlannedRun", tokenizers: tuple[
 
 
 def _quantization(sweep_folder: "SweepFolder", entry: "PlannedQuantization", tokenizers: tuple[Path, ...]) -> "Job":
+    from specc.runtime.storage.quantized_run import quantized_report
     from specc.runtime.sweep.work import Job
 
     def result() -> str:
-        return f"{json.loads(sweep_folder.report(entry).read_bytes())['artifact_bytes']:,} bytes"
+        report = quantized_report(sweep_folder.quantized(entry)) or {}
+        return f"{report['artifact_bytes']:,} bytes"
 
     arguments = ["quantize", str(sweep_folder.run(entry.name)), *_options(sweep_folder, entry.overrides, tokenizers)]
     prepare = partial(sweep_folder.copy_run, entry)

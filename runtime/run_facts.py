@@ -5,7 +5,6 @@ The files are the spec, the log, the checkpoints, and the results of quantizatio
 Reports and model cards take all numbers from this module. The module never estimates a missing number.
 """
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +18,8 @@ from specc.compiler.spec.start import StartSpec
 from specc.compiler.text.shell import shell_path
 from specc.runtime.errors import IntegrityError
 from specc.runtime.storage import checkpoint
-from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.evaluations import recorded_evaluations
-from specc.runtime.storage.quantized_run import REPORT
+from specc.runtime.storage.quantized_run import quantized_report
 from specc.runtime.storage.records import Record, Records, is_number, note_of_unreadable
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.storage.run_history import NOT_SCORED
@@ -98,11 +96,10 @@ class RunFacts:
                 break
             except IntegrityError as error:
                 problems.append(error.message)
-        if run.quantized.is_dir() and any(run.quantized.iterdir()):
-            try:
-                quantization = json.loads(Committed.open(run.quantized).read(REPORT))
-            except (IntegrityError, ValueError) as error:
-                problems.append(str(getattr(error, "message", error)))
+        try:
+            quantization = quantized_report(run.quantized)
+        except IntegrityError as error:
+            problems.append(error.message)
         parameters = tuple(p for p in lower(run.spec, run.target).params if not p.training)
         evaluations = recorded_evaluations(run.directory)
         facts = cls(run, records, step, weights, parameters, quantization, evaluations, tuple(problems))

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from specc.compiler.text.shell import shell_path
 from specc.runtime.errors import IntegrityError, RunFailure
@@ -40,6 +41,16 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
     if newest is not None and checkpoint.read_state(newest).step > step:
         say(f"the artifact has the weights of step {step}, but {newest} is newer; to quantize it: {again}")
     return path
+
+
+def quantized_report(folder: Path) -> dict[str, Any] | None:
+    """Returns the content of the report in the folder `quantized/` of a run; None if the run is not quantized. Raises
+    IntegrityError if the folder is damaged.
+    """
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return None
+    report: dict[str, Any] = json.loads(Committed.open(folder).read(REPORT))
+    return report
 
 
 def artifact_of(path: Path, say: Callable[[str], None]) -> Path:

@@ -232,8 +232,8 @@ class SweepFolder:
     def is_finished(self, run: PlannedRun) -> bool:
         return self.history(run).complete
 
-    def report(self, entry: PlannedQuantization) -> Path:
-        return self.run(entry.name) / "quantized" / "report.json"
+    def quantized(self, work: PlannedRun | PlannedQuantization) -> Path:
+        return self.run(work.name) / "quantized"
 
     def copy_run(self, entry: PlannedQuantization) -> None:
         """Copies the run that `entry` quantizes, unless the copy exists. The checkpoints of the copy are hard links."""

@@ -1,12 +1,13 @@
 """The results of a sweep: the final metric, the training time, the throughput and the bytes of each setting."""
 
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from specc.runtime.errors import IntegrityError
 from specc.runtime.metrics.names import NATS, Metric, metric_of
+from specc.runtime.storage.quantized_run import quantized_report
 from specc.runtime.storage.run_history import NOT_SCORED, RunHistory
 from specc.runtime.sweep.folder import SweepFolder
 from specc.runtime.sweep.plan import PlannedRun
@@ -154,7 +155,7 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
     sweep = folder.sweep
     histories = {run.name: folder.history(run) for run in sweep.runs}
     metric = metric_of(sweep.metric, [history.final for history in histories.values()])
-    sizes = _sizes(folder)
+    reports, damaged = _reports(folder)
     rows: list[SettingResult] = []
     for setting in sweep.settings:
         runs = [run for run in sweep.runs if run.setting == setting]
@@ -165,7 +166,7 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
         averaged = any(
             history.end is not None and history.end["weights"] != "raw" for history in _of(finished, histories)
         )
-        bytes_of = [size for run in runs if (size := sizes.get(run.name)) is not None]
+        bytes_of = [int(reports[run.name]["artifact_bytes"]) for run in runs if run.name in reports]
         rates = read(lambda history: history.tokens_per_second)
         seconds = read(lambda history: history.seconds)
         rows.append(
@@ -186,10 +187,11 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
                     run.name: _reason(run.name, histories[run.name], folder, failed)
                     for run in runs
                     if run not in finished
-                },
+                }
+                | {run.name: damaged[run.name] for run in runs if run.name in damaged},
             )
         )
-    return SweepResults(metric, tuple(rows), tuple(_quantized(folder, metric, failed)))
+    return SweepResults(metric, tuple(rows), tuple(_quantized(folder, metric, reports, {**damaged, **failed})))
 
 
 def _of(runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]) -> list[RunHistory]:
@@ -216,31 +218,35 @@ def _reason(name: str, history: RunHistory, folder: SweepFolder, failed: Mapping
     return f"stopped after step {history.steps[-1].step:,}" if history.steps else "not begun"
 
 
-def _sizes(folder: SweepFolder) -> dict[str, int]:
-    sizes = {}
-    for run in folder.sweep.runs:
-        report = folder.run(run.name) / "quantized" / "report.json"
-        if report.is_file():
-            sizes[run.name] = int(json.loads(report.read_bytes())["artifact_bytes"])
-    return sizes
+def _reports(folder: SweepFolder) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
+    """Returns the report of each quantized run, and the reason for each run whose report is damaged, by name."""
+    reports: dict[str, Mapping[str, Any]] = {}
+    damaged: dict[str, str] = {}
+    for work in folder.sweep.work:
+        try:
+            report = quantized_report(folder.quantized(work))
+        except IntegrityError as error:
+            damaged[work.name] = error.message
+        else:
+            if report is not None:
+                reports[work.name] = report
+    return reports, damaged
 
 
-def _quantized(folder: SweepFolder, metric: Metric, failed: Mapping[str, str]) -> Iterator[QuantizedResult]:
+def _quantized(
+    folder: SweepFolder, metric: Metric, reports: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str]
+) -> Iterator[QuantizedResult]:
     entries = folder.sweep.quantizations
     for setting in dict.fromkeys(entry.setting for entry in entries):
         members = [entry for entry in entries if entry.setting == setting]
-        reports = {
-            entry.name: json.loads(folder.report(entry).read_bytes())
-            for entry in members
-            if folder.report(entry).is_file()
-        }
-        after = [metric.of_score(report["after"]) for report in reports.values()]
-        before = [metric.of_score(report["before"]) for report in reports.values()]
+        known = {entry.name: reports[entry.name] for entry in members if entry.name in reports}
+        after = [metric.of_score(report["after"]) for report in known.values()]
+        before = [metric.of_score(report["before"]) for report in known.values()]
         yield QuantizedResult(
             setting,
-            tuple(entry.seed for entry in members if entry.name in reports),
+            tuple(entry.seed for entry in members if entry.name in known),
             Sample.of(after) if after else None,
             statistics.fmean(a - b for a, b in zip(after, before, strict=True)) if after else None,
-            max((report["artifact_bytes"] for report in reports.values()), default=None),
-            {entry.name: failed.get(entry.name, "not begun") for entry in members if entry.name not in reports},
+            max((report["artifact_bytes"] for report in known.values()), default=None),
+            {entry.name: reasons.get(entry.name, "not begun") for entry in members if entry.name not in known},
         )

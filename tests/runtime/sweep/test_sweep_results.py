@@ -9,6 +9,7 @@ from logged_runs import logged_run
 from run_samples import SMALL, SPEC
 
 from specc.cli.app import run
+from specc.runtime.storage import committed
 from specc.runtime.sweep.folder import SweepFolder
 from specc.runtime.sweep.picture import sweep_picture
 from specc.runtime.sweep.plan import PlannedSweep, read_sweep
@@ -63,3 +64,29 @@ def test_a_value_with_a_comma_is_one_line_of_the_picture(tmp_path: Path, monkeyp
     handles, labels = figures[0].axes[0].get_legend_handles_labels()
     assert labels == [f"a, b, act={act}" for act in acts]
     assert [list(handle.lines[0].get_xdata()) for handle in handles] == [[32, 64], [32, 64]]
+
+
+def quantized(run: Path, nats: float, size: int, *, tokens: int = 1000) -> Path:
+    """The report of a quantized run; returns its path."""
+    before, after = ({"nats": (nats + more) * tokens, "tokens": tokens, "bpb": nats + more} for more in (0.0, 0.25))
+    report = json.dumps({"artifact_bytes": size, "before": before, "after": after})
+    committed.write(run / "quantized", [("report.json", [report.encode()])])
+    return run / "quantized/report.json"
+
+
+def test_a_run_whose_quantization_is_damaged_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = begun(tmp_path, "seeds: [1, 2]\nquantize: [{name: int8}]\n")
+    reports = [quantized(Path("out", work.name), 3.0, 999 - number) for number, work in enumerate(sweep.work)]
+    whole = table(capsys)
+    assert [line.split("|")[-2].strip() for line in whole[2:5]] == ["999", "", "997"]
+    for text in (reports[0].read_text().replace("99", "77"), "{"):
+        for number in (0, 2):
+            reports[number].write_text(text)
+        lines = table(capsys)
+        assert [line.split("|")[-2].strip() for line in lines[2:5]] == ["998", "", "996"]
+        assert [line.split()[2] for line in lines if "report.json: " in line] == [
+            f"{sweep.work[number].name}:" for number in (0, 2)
+        ]
