@@ -49,7 +49,7 @@ def command(model: Path, budget: int | None, plain: bool, layers: bool, as_json:
     from specc.runtime.storage.evaluations import evaluation_line, recorded_evaluations
 
     sizes = count(model, budget, say, layers)
-    evaluations = recorded_evaluations(model if model.is_dir() else model.absolute().parent.parent)
+    evaluations = recorded_evaluations(model if model.is_dir() else model.absolute().parent.parent, say)
     if as_json:
         facts = {"path": str(sizes.path), "total": sizes.total, "budget": sizes.budget, "over": sizes.over}
         scores = {"evaluations": evaluations} if evaluations else {}

@@ -101,7 +101,7 @@ class RunFacts:
         except IntegrityError as error:
             problems.append(error.message)
         parameters = tuple(p for p in lower(run.spec, run.target).params if not p.training)
-        evaluations = recorded_evaluations(run.directory)
+        evaluations = recorded_evaluations(run.directory, problems.append)
         facts = cls(run, records, step, weights, parameters, quantization, evaluations, tuple(problems))
         end = records.last("end")
         if end.get("complete") is True and step in (None, end.get("step")) and not facts.final_validation()[1]:

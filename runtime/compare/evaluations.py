@@ -8,6 +8,7 @@ from typing import Any
 
 from specc.runtime.compare.groups import Group, Member
 from specc.runtime.compare.statistics import Summary
+from specc.runtime.storage.evaluations import recorded_evaluations
 from specc.runtime.tables import aligned
 
 
@@ -71,8 +72,8 @@ def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[Evaluatio
 
     Args:
         groups: the groups, without incomplete runs.
-        notes: the function appends a message for each omitted result, and for each evaluation without a result for some
-            runs.
+        notes: the function appends a message for each omitted result, for each damaged file, and for each evaluation
+            without a result for some runs.
 
     Returns:
         The evaluations, sorted by file, task and model.
@@ -102,7 +103,7 @@ def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[Evaluatio
 
 def _of_last_step(member: Member, notes: list[str]) -> Iterator[Mapping[str, Any]]:
     last = member.history.steps[-1].step if member.history.steps else None
-    for facts in member.evaluations:
+    for facts in recorded_evaluations(member.run.directory, notes.append):
         step = facts.get("step")
         if step is not None and last is not None and step != last:
             notes.append(f"{member.name}: the result of {facts['file']} at step {step:,} is left out; score it again")
@@ -114,7 +115,7 @@ def _measures(results: Sequence[Mapping[str, Any]]) -> dict[str, MeasureResult]:
     names = [name for name in results[0] if all(name in result for result in results)]
     measures = {}
     for name in names:
-        errors = [result[name]["standard_error"] for result in results]
+        errors = [result[name].get("standard_error") for result in results]
         known = None not in errors
         error = math.sqrt(sum(value**2 for value in errors) / len(errors)) if known else None
         measures[name] = MeasureResult(Summary.of([float(result[name]["value"]) for result in results]), error)

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from specc.compiler.build import canonical
 from specc.runtime.errors import RuntimeFailure
-from specc.runtime.storage.evaluations import recorded_evaluations
 from specc.runtime.storage.run_directory import Run, is_run
 from specc.runtime.storage.run_history import RunHistory
 from specc.runtime.sweep.folder import SweepRecord
@@ -38,10 +36,6 @@ class Member:
     @cached_property
     def history(self) -> RunHistory:
         return RunHistory.read(self.run.log)
-
-    @cached_property
-    def evaluations(self) -> list[dict[str, Any]]:
-        return recorded_evaluations(self.run.directory)
 
     @property
     def name(self) -> str:

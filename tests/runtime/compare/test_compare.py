@@ -13,6 +13,7 @@ from specc.runtime.compare.comparison import Comparison, compare
 from specc.runtime.compare.groups import CompareError, groups_of
 from specc.runtime.compare.picture import comparison_picture
 from specc.runtime.compare.report import report
+from specc.runtime.run_facts import RunFacts
 from specc.runtime.storage.evaluations import record_evaluation
 
 A, B = (3.30, 3.31, 3.29), (3.27, 3.285, 3.28)
@@ -248,6 +249,22 @@ def test_evaluations_of_other_examples_are_not_mixed(runs: Path) -> None:
     ]
     score(runs / "base-0", 0.75, file="moved.jsonl", sha="d")
     assert list(compared("base-*", "gelu-*").evaluations[-1].groups) == ["base", "gelu"]
+
+
+@pytest.mark.parametrize(
+    "change", ["{", "[]", {"file": None}, {"sha256": 7}, {"step": "4"}, {"measures": None}, {"measures": {"acc": None}},
+               {"measures": {"acc": {"value": None}}}, {"measures": {"acc": {"value": 1, "standard_error": "x"}}}],
+)  # fmt: skip
+def test_damaged_evaluations_are_named(runs: Path, change: str | dict[str, Any]) -> None:
+    for name in ("base-0", "gelu-seed0"):
+        score(runs / name, 0.5)
+    (path,) = Path("base-0/evaluations").glob("*")
+    text = change if isinstance(change, str) else json.dumps({**json.loads(path.read_text()), **change})
+    path.write_text(text)
+    result = compared("base-0", "gelu-seed0")
+    note = f"{path}: is not a valid result of `specc eval`; score the model again"
+    assert result.notes[0] == note and [list(e.groups) for e in result.evaluations] == [["gelu"]]
+    assert RunFacts.read(Path("base-0")).problems == (note,)
 
 
 def test_the_picture_draws_the_first_measure_of_each_evaluation(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_the_score_of_data_is_in_the_run(run: Run, tmp_path: Path) -> None:
         result = evaluate(copy, options)
     evaluate(copy, scored(run), quantized=True)
     assert isinstance(result, BitsPerByte)
-    recorded = {each["file"]: each for each in recorded_evaluations(copy)}
+    recorded = {each["file"]: each for each in recorded_evaluations(copy, print)}
     assert recorded.keys() == {"other", "data"}
     assert recorded["other"]["task"] == "data, stride 16, max_tokens 100" and recorded["other"]["model"] == "run"
     measures = recorded["other"]["measures"]
@@ -163,7 +163,7 @@ def test_the_score_of_data_is_in_the_run(run: Run, tmp_path: Path) -> None:
     for folder in (moved, other):
         evaluate(copy, replace(options, data=str(folder)))
     known = {(each["file"], each["data_sha256"] == recorded["other"]["data_sha256"]): each["sha256"]
-             for each in recorded_evaluations(copy) if each["model"] == "run"}  # fmt: skip
+             for each in recorded_evaluations(copy, print) if each["model"] == "run"}  # fmt: skip
     assert known.keys() == {("other", True), ("elsewhere", True), ("other", False)}
     assert known["elsewhere", True] == known["other", True] == recorded["other"]["sha256"] != known["other", False]
 

@@ -180,7 +180,9 @@ def test_results_are_in_the_run_and_beside_its_size(
     assert all(abs(sum(load) - 1) < 1e-9 for each in printed for load in each["experts"].values())
     assert command(["eval", str(artifact), "--task", "text.txt"]) == 0
     assert "text.txt (text): perplexity" in capsys.readouterr().out
-    recorded = {(each["file"], each["model"], each["step"]): each for each in recorded_evaluations(run.directory)}
+    recorded = {
+        (each["file"], each["model"], each["step"]): each for each in recorded_evaluations(run.directory, print)
+    }
     assert set(recorded) == {("task.jsonl", "run", 3), ("text.txt", "run", 3), ("text.txt", "quantized", None)}
     assert recorded["text.txt", "run", 3]["measures"] == printed[1]["measures"]
     assert command(["size", "run"]) == 0

@@ -219,7 +219,7 @@ def test_hostile_text_does_not_become_html(tmp_path: Path, data: Path) -> None:
         {"event": "experts", "step": 3, "weights": "raw", "loads": {HOSTILE: HOSTILE}},
         {"event": "end", "complete": HOSTILE, "seconds": HOSTILE},
     )
-    measures = {HOSTILE: {"value": 0.5, "standard_error": HOSTILE}}
+    measures = {HOSTILE: {"value": 0.5, "standard_error": None}}
     facts = {"file": "x.jsonl", "sha256": "ab" * 32, "task": HOSTILE, "model": "run", "measures": measures}
     path = record_evaluation(run.directory, facts)
     path.write_text(json.dumps({**facts, "file": HOSTILE}))
