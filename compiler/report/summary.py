@@ -128,12 +128,12 @@ class Summary:
     @property
     def memory(self) -> str:
         if self.step.timing is not None:
-            return f"{self.step.timing.memory / 1e9:.1f} GB at most"
+            return f"{quantity(self.step.timing.memory)}B at most"
         return self.forecast
 
     @property
     def forecast(self) -> str:
-        return f"about {self.step.memory.total / 1e9:.1f} GB"
+        return f"about {quantity(self.step.memory.total)}B"
 
     @property
     def memory_parts(self) -> str:
