@@ -174,10 +174,8 @@ def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> 
         if _digest(first) == _digest(other):
             tokens = [int((member.history.final or {})["tokens"]) for member in (first, other)]
             message = f"{first.name} was scored on {tokens[0]:,} tokens, but {other.name} on {tokens[1]:,}"
-            raise CompareError(
-                message, "score both with `specc eval`, or train both with the same `train.validate_tokens`"
-            )
-        raise CompareError(f"{data} differ", "train on the same data, or score both with `specc eval --data`")
+            raise CompareError(message, "train both with the same `train.validate_tokens`")
+        raise CompareError(f"{data} differ", "train on the same data")
     sizes = {_scored_bytes(member) for member in members} if metric == BITS else set()
     if metric != BITS or len(sizes) > 1 or len({member.run.data for member in members}) > 1:
         message = f"{data} have the tokenizers {here} and {there}, and are not known to be the same text"

@@ -151,8 +151,9 @@ def test_other_validation_data_are_refused(runs: Path) -> None:
 
 def test_other_numbers_of_scored_tokens_are_refused(runs: Path) -> None:
     logged_run(runs / "part", 3.0, ["model.dim=64"], tokens=500)
-    with pytest.raises(CompareError, match="base-0 was scored on 1,000 tokens, but part on 500"):
+    with pytest.raises(CompareError, match="base-0 was scored on 1,000 tokens, but part on 500") as caught:
         compared("base-*", "part")
+    assert caught.value.hint == "train both with the same `train.validate_tokens`"  # recorded scores do not help
 
 
 def test_other_tokenizers_are_compared_in_bits_per_byte_only(runs: Path) -> None:
