@@ -43,6 +43,7 @@ class SettingResult:
         entry: the name of the entry of `settings`. Empty for a grid without entries.
         grid: the value of each path of the grid.
         seeds: the seeds of the finished runs.
+        tokens: the number of tokens of the final validation; None if no run is finished.
         metric: the final validation metric; None if no run is finished.
         nats: the final validation loss in nats per token.
         raw: the metric of the weights without averaging; None if the runs do not average weights.
@@ -59,6 +60,7 @@ class SettingResult:
     entry: str
     grid: Mapping[str, Any]
     seeds: tuple[int, ...]
+    tokens: int | None
     metric: Sample | None
     nats: Sample | None
     raw: Sample | None
@@ -77,6 +79,8 @@ class QuantizedResult:
     Attributes:
         setting: the name of the entry.
         seeds: the seeds of the finished runs.
+        tokens: the number of tokens on which `specc quantize` scored the weights; None if no run is finished. A
+            validation of training may score fewer tokens.
         metric: the metric of the quantized weights.
         difference: the mean of `metric`, minus the mean of the metric of the same runs before quantization.
         bytes: the size of the largest artifact.
@@ -85,6 +89,7 @@ class QuantizedResult:
 
     setting: str
     seeds: tuple[int, ...]
+    tokens: int | None
     metric: Sample | None
     difference: float | None
     bytes: int | None
@@ -121,8 +126,17 @@ class SweepResults:
             rows.append([f"quantized: {entry.setting} (*)", *cells, "", "", size])
             reasons += [f"{name}: {reason}" for name, reason in entry.unfinished.items()]
         notes = ["std: sample standard deviation over the seeds; ~: bytes estimated from the spec"]
-        notes += ["(*) difference from the same runs before quantization"] if self.quantized else []
+        notes += [f"(*) {self._tokens()}difference from the same runs before quantization"] if self.quantized else []
         return [*aligned(rows), *notes, *(f"not finished: {reason}" for reason in reasons)]
+
+    def _tokens(self) -> str:
+        """Returns a phrase about the scored tokens, unless quantized and trained weights are scored on equally many."""
+        trained, quantized = (
+            " or ".join(dict.fromkeys(f"{row.tokens:,}" for row in rows if row.tokens is not None))
+            for rows in (self.settings, self.quantized)
+        )
+        same = trained == quantized or not quantized
+        return "" if same else f"scored on {quantized} tokens, the rows without * on {trained or 'none'}; "
 
     def _cells(self, sample: Sample | None, difference: float | None) -> list[str]:
         if sample is None:
@@ -175,6 +189,7 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
                 sweep.entries.get(setting, ""),
                 sweep.values.get(setting, {}),
                 tuple(run.seed for run in finished),
+                next((int(final["tokens"]) for history in _of(finished, histories) if (final := history.final)), None),
                 sample,
                 read(lambda history: NATS.value(history.final)),
                 read(lambda history: metric.value(history.scored("raw"))) if averaged else None,
@@ -245,8 +260,13 @@ def _quantized(
         yield QuantizedResult(
             setting,
             tuple(entry.seed for entry in members if entry.name in known),
+            next((_scored_tokens(report["after"]) for report in known.values()), None),
             Sample.of(after) if after else None,
             statistics.fmean(a - b for a, b in zip(after, before, strict=True)) if after else None,
             max((report["artifact_bytes"] for report in known.values()), default=None),
             {entry.name: reasons.get(entry.name, "not begun") for entry in members if entry.name not in known},
         )
+
+
+def _scored_tokens(score: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> int:
+    return int((score if isinstance(score, Mapping) else score[0])["tokens"])

@@ -82,6 +82,7 @@ def test_a_run_whose_quantization_is_damaged_is_named(
     reports = [quantized(Path("out", work.name), 3.0, 999 - number) for number, work in enumerate(sweep.work)]
     whole = table(capsys)
     assert [line.split("|")[-2].strip() for line in whole[2:5]] == ["999", "", "997"]
+    assert "(*) difference from the same runs before quantization" in whole
     for text in (reports[0].read_text().replace("99", "77"), "{"):
         for number in (0, 2):
             reports[number].write_text(text)
@@ -90,3 +91,14 @@ def test_a_run_whose_quantization_is_damaged_is_named(
         assert [line.split()[2] for line in lines if "report.json: " in line] == [
             f"{sweep.work[number].name}:" for number in (0, 2)
         ]
+
+
+def test_the_table_states_on_how_many_tokens_quantized_weights_are_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A validation of training may score a part of the split."""
+    monkeypatch.chdir(tmp_path)
+    sweep = begun(tmp_path, "quantize: [{name: int8}]\n")
+    quantized(Path("out", sweep.quantizations[0].name), 2.5, 999, tokens=12345)
+    note = "(*) scored on 12,345 tokens, the rows without * on 1,000; difference from the same runs before quantization"
+    assert note in table(capsys)
