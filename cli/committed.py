@@ -21,7 +21,7 @@ def require_built(spec: Path, name: str, target: str) -> None:
     """
     folder = generated_beside(spec) / name
     manifest = _manifest(folder)
-    if manifest is None or manifest.get("source", f"specs/{name}.yaml") not in (f"specs/{spec.name}", spec.name):
+    if not folder.is_dir() or manifest.get("source", f"specs/{name}.yaml") not in (f"specs/{spec.name}", spec.name):
         return
     from specc.compiler.build import compile_spec
     from specc.compiler.generated_folder import require_current
@@ -66,20 +66,18 @@ def require_built_run(directory: Path) -> None:
         return
     run = Run.open(directory)
     folder = Path("generated") / run.spec.name
-    manifest = _manifest(folder) or {}
+    manifest = _manifest(folder)
     lock = digest(run.lock.text()) if run.lock.targets else None
     if manifest.get("spec") == digest(canonical(run.spec)) and manifest.get("lock") == lock:
         files = compiled(run.spec, (run.target,), run.lock).files
         require_current(folder, files, run.target, f"specc build specs/{run.spec.name}.yaml")
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
+def _manifest(folder: Path) -> dict[str, Any]:
     from specc.compiler.generated_folder import MANIFEST
 
     try:
         data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}

@@ -43,7 +43,12 @@ def edit_spec() -> None:
     SPEC.write_text(SPEC.read_text().replace("relu(x) ** 2", "gelu(x)"))
 
 
-@pytest.mark.parametrize("change", [edit_code, delete_code, edit_spec])
+def edit_code_and_delete_the_manifest() -> None:
+    edit_code()
+    Path("generated/tiny/manifest.json").unlink()
+
+
+@pytest.mark.parametrize("change", [edit_code, delete_code, edit_spec, edit_code_and_delete_the_manifest])
 def test_training_refuses(project: Path, change: Callable[[], None]) -> None:
     require_built(SPEC, "tiny", "cpu")
     change()
