@@ -82,23 +82,24 @@ def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[Evaluatio
     measures_by_key: dict[Key, dict[str, list[Mapping[str, Any]]]] = {}
     for group in groups:
         for member in group.members:
-            for facts in _of_last_step(member, notes):
-                key = (str(facts["task"]), str(facts["model"]), str(facts["sha256"]))
-                files.setdefault(key, str(facts["file"]))
+            results_of = _of_last_step(member, notes)
+            # A run has one result per key, also if it was scored on several files of equal content
+            for key, facts in {(f["task"], f["model"], f["sha256"]): f for f in results_of}.items():
+                files.setdefault(key, facts["file"])
                 measures_by_key.setdefault(key, {}).setdefault(group.name, []).append(facts["measures"])
-    results = []
+    evaluations = []
     titles = Counter((file, *key[:2]) for key, file in files.items())
     for key, values in sorted(measures_by_key.items(), key=lambda item: (files[item[0]], item[0])):
         task, model, digest = key
         file = files[key] if titles[files[key], task, model] == 1 else f"{files[key]}, sha256 {digest[:8]}"
-        measured = {name: _measures(results_of) for name, results_of in values.items()}
+        measured = {name: _measures(results) for name, results in values.items()}
         result = EvaluationResult(file, task, digest, model, measured)
-        results.append(result)
+        evaluations.append(result)
         for group in groups:
             have, all_runs = len(values.get(group.name, ())), len(group.members)
             if have < all_runs:
                 notes.append(f"{result.title}: {have} of {all_runs} runs of {group.name} have a result")
-    return tuple(results)
+    return tuple(evaluations)
 
 
 def _of_last_step(member: Member, notes: list[str]) -> Iterator[Mapping[str, Any]]:

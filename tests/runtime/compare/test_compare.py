@@ -248,8 +248,10 @@ def test_evaluations_of_other_examples_are_not_mixed(runs: Path) -> None:
         ("cloze.jsonl, sha256 eeeeeeee", ["gelu"]),
         ("other.jsonl", ["gelu"]),
     ]
-    score(runs / "base-0", 0.75, file="moved.jsonl", sha="d")
-    assert list(compared("base-*", "gelu-*").evaluations[-1].groups) == ["base", "gelu"]
+    for file in ("moved.jsonl", "other.jsonl"):
+        score(runs / "base-0", 0.75, file=file, sha="d")
+    groups = compared("base-*", "gelu-*").evaluations[-1].groups
+    assert {name: measures["acc"].summary.n for name, measures in groups.items()} == {"base": 1, "gelu": 1}
 
 
 @pytest.mark.parametrize(
