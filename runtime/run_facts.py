@@ -33,7 +33,8 @@ class Score:
     """One measurement of the quality of a model.
 
     Attributes:
-        model: the weights that were scored: `final weights`, `averaged weights`, `quantized` or `before quantization`.
+        model: the weights that were scored: `final weights`, `averaged weights`, `quantized`, `before quantization`, or
+            `weights of step N`.
         step: the training step of the weights; None if the step is not recorded.
         data: the data on which the weights were scored.
         metric: the name of the metric.
@@ -190,7 +191,8 @@ class RunFacts:
                         yield from _scores(model, self.quantized_step, name or _split(result), result)
         for result in self.evaluations:
             measures, step = result.get("measures"), result.get("step")
-            model = QUANTIZED if result.get("model") == "quantized" else RAW
+            of_checkpoint = step is None or self.step in (None, step)
+            model = QUANTIZED if result["model"] == "quantized" else RAW if of_checkpoint else f"weights of step {step}"
             for metric, measure in measures.items() if isinstance(measures, Mapping) else ():
                 if isinstance(measure, Mapping) and is_number(measure.get("value")):
                     error = measure.get("standard_error")

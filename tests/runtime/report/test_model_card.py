@@ -145,6 +145,7 @@ def test_each_number_of_the_quantization_and_of_tasks_reaches_the_card(run: Run,
     for change in ({"examples": 18}, {"step": 4}, *({"measures": measure} for measure in measures)):
         record_evaluation(run.directory, {**TASK, **change})
         assert card_of(run) != before, change
+        assert ("accuracy, final weights" in card_of(run)) == (change.get("step", 3) == 3)  # the step of the checkpoint
 
 
 @pytest.mark.parametrize(
