@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from specc.compiler.errors import counted
 from specc.compiler.passes.assign_quant import Allocation, allocation, fitting, observed
 from specc.compiler.pattern import matches
 from specc.compiler.pipeline import lower
@@ -18,6 +19,7 @@ ROW_BYTES = 24  # compressed bytes per row of the table of int8 arrays
 # The overhead is rounded up to a multiple of this number, so that small changes of a spec do not change the overhead
 ROUNDED = 1024
 FRAME_BYTES = 24  # the most bytes that compression adds to a section
+MOST_LISTED = 6  # of more clips, the description states the smallest and the largest
 
 
 @record
@@ -115,9 +117,10 @@ def choice_of_bits(quant: QuantSpec | None) -> str:
         return ""
     if quant.allocate is not None:
         widths = ", ".join(map(str, sorted(set(quant.allocate.bits))))
-        stds = ", ".join(f"{clip:g}" for clip in sorted(set(quant.allocate.clip_stds)))
-        clips = f" and clips of {stds} deviations" if stds else ""
-        chosen = f"chosen per tensor so that the artifact has at most {quant.budget_bytes:,} bytes"
+        stds = [f"{clip:g}" for clip in sorted(set(quant.allocate.clip_stds))]
+        listed = ", ".join(stds) if len(stds) <= MOST_LISTED else f"{stds[0]} to {stds[-1]}"
+        clips = f" and {counted(len(stds), 'clip')} of {listed} deviations" if stds else ""
+        chosen = f"chosen per tensor to fit {quant.budget_bytes:,} bytes"
         return f"`{quant.allocate.match}` in {widths} bits{clips}, {chosen}"
     if quant.promote is None:
         return ""

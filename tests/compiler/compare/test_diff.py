@@ -20,7 +20,7 @@ CHANGES = {
     "act": ("act: leaky_relu(x, 0.5) ** 2", "act: relu(x) ** 2"),
     "ratio": ("ratio: 3.5", "ratio: 3.0"),
     "heads": ("heads: 8", "heads: 4"),
-    "bits": ("default: {scheme: gptq, bits: 5}", "default: {scheme: gptq, bits: 6}"),
+    "bits": ("default: {scheme: gptq, bits: 7,", "default: {scheme: gptq, bits: 6,"),
     "fuse": (FUSED, ""),
     "allocate": (ALLOCATED, ""),
     "rate": ("lr: 0.035", "lr: 0.034"),
@@ -72,7 +72,7 @@ LINES = {
     ),
     "heads": (
         "parameters   29,951,068 -> 32,867,376 (+2,916,308)",
-        "\ndecoding     bytes per token: cache 11,264.5 -> 22,528.5; weights 18,867,096 -> 20,746,048\n",
+        "\ndecoding     bytes per token: cache 11,264.5 -> 22,528.5; weights 26,010,520 -> 28,610,368\n",
         "norm and rotary          at least 15.6 ms -> at least 20.8 ms",
         "tiles lost   7: causal_attention__h8_g4_c64, ",
         "blocks.*.attention.k [256, 512] -> [512, 512]",
@@ -80,9 +80,9 @@ LINES = {
     ),
     "bits": (
         "step         555 ms, floor 362 on sm90, as before",
-        "so that the artifact has at most",
-        "66 tensors int5 -> int6",
-        "(+3,763,",
+        "to fit 16,000,000 bytes",
+        "69 tensors int7 -> int6",
+        "(-3,783,",
         "changed      nothing",
     ),
     "fuse": (
@@ -94,7 +94,7 @@ LINES = {
     # A group of the merged product computes its slices, which are views, but does not save them a second time
     "merge": ("memory       about 21.7 GB, as before", "\nsaved        8,995 MB per micro-batch by fused groups\n"),
     "allocate": (
-        ", chosen per tensor so that the artifact has at most 16,000,000 bytes\n          -> by the rules\n",
+        ", chosen per tensor to fit 16,000,000 bytes\n          -> by the rules\n",
         "\n  after      may not fit: use `quant.allocate: ",
     ),
     "gate": ("added        sm90/dgrad_add__n512_k1792.cu",),

@@ -15,7 +15,11 @@ CHANGE = (
     "v: v + value_scale * (attention_values.scale * attention_values.project)}, "
     "read: mix.stream * (x + skip.scale * output(3 - layer)) + mix.embedded * x0}"
 )
-SMALL = ("targets=[cpu]", "model.dim=128", "model.blocks.count=4", f"model.blocks.changes=[{CHANGE}]")
+SMALL = (
+    *("targets=[cpu]", "model.dim=128", "model.blocks.count=4", f"model.blocks.changes=[{CHANGE}]"),
+    *("quant.default={scheme: gptq, bits: 5}", "quant.allocate={bits: [4, 5, 6, 7], match: blocks.*}"),
+    'quant.rules.+={match: "{embed.token,*.table}", scheme: round, bits: 8}',
+)
 
 
 def warned(*sets: str) -> list[str]:
@@ -59,7 +63,7 @@ def test_only_what_cannot_fit_at_the_fewest_bits_is_warned_of(more: tuple[str, .
 
 
 def test_what_a_rule_keeps_from_it_is_named_first() -> None:
-    override = 'quant.rules.2.match="*.{residual,scale,q_gain,value_scale,gate,stream,embedded,project}"'
+    override = 'quant.rules.0.match="*.{residual,scale,q_gain,value_scale,gate,stream,embedded,project}"'
     size = least(GATED, override)
     _, second = warned(GATED, override, f"quant.budget_bytes={size - 1}")
     bytes_ = 4 * 448 * 128 * 2

@@ -195,10 +195,7 @@ def test_a_spec_that_uses_none_of_this_reads_as_before() -> None:
 def test_the_plan_says_what_will_be_chosen() -> None:
     wish = "quant.allocate={match: blocks.*, bits: [6, 4]}"
     spec = small_spec("quant.promote=null", wish, "quant.budget_bytes=40000")
-    assert (
-        choice_of_bits(spec.quant)
-        == "`blocks.*` in 4, 6 bits, chosen per tensor so that the artifact has at most 40,000 bytes"
-    )
+    assert choice_of_bits(spec.quant) == "`blocks.*` in 4, 6 bits, chosen per tensor to fit 40,000 bytes"
     assert choice_of_bits(small_spec("quant.promote=null").quant) == ""
 
 
