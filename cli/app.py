@@ -146,10 +146,11 @@ def main() -> NoReturn:
     keep_going()
     try:
         with pre_emptible():
-            code = run(sys.argv[1:], ignore_signals)
-    except Terminated:  # the signal arrived while an earlier error was being reported
+            code = _flushed(run(sys.argv[1:], ignore_signals))
+    except Terminated:  # the signal arrived while an error was being reported, or the output was being written
         code = EXIT_PREEMPTED
-    code = _flushed(code)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
     if "torch" not in sys.modules:
         gc.freeze()  # skips the last garbage collection, which takes up to a tenth of the run time
     if (code and "RANK" in os.environ and "WORLD_SIZE" in os.environ) or code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
@@ -223,12 +224,11 @@ def _not_written(error: OSError) -> int:
 
 
 def run(arguments: Sequence[str], complete: Callable[[], None] = lambda: None) -> int:
-    """Runs the command with the command-line arguments `arguments`, and returns its exit code. `complete` is called
-    when the work of the command is complete."""
+    """Runs the command with the command-line arguments `arguments`, and returns its exit code. The command may
+    call `complete` when its work is complete, before it prints its result."""
     output, stream = Output(arguments, complete), sys.stdout
     with output.results():
         code, shown = _run(arguments, output)
-    output.complete()
     if shown:
         try:
             output.close(code, stream)

@@ -110,6 +110,7 @@ def command(
 
 
 def _run(sweep_folder: "SweepFolder", slots: Any, tokenizers: tuple[Path, ...], until: float) -> "Outcome":
+    from specc.runtime.storage.quantized_run import is_quantized
     from specc.runtime.sweep.work import run_jobs
 
     sweep, threads = sweep_folder.sweep, sweep_folder.record.threads
@@ -118,7 +119,7 @@ def _run(sweep_folder: "SweepFolder", slots: Any, tokenizers: tuple[Path, ...], 
         say(f"{len(sweep.runs) - len(left)} of {len(sweep.runs)} runs are finished")
     outcome = run_jobs([_training(sweep_folder, run, tokenizers) for run in left], slots, threads, until, say)
     finished = {run.name for run in sweep.runs if sweep_folder.is_finished(run)}
-    entries = [e for e in sweep.quantizations if e.of in finished and not sweep_folder.quantized(e).is_dir()]
+    entries = [e for e in sweep.quantizations if e.of in finished and not is_quantized(sweep_folder.quantized(e))]
     jobs = [_quantization(sweep_folder, entry, tokenizers) for entry in entries]
     more = run_jobs(jobs, slots, threads, until, say)
     outcome.failed |= more.failed

@@ -27,7 +27,8 @@ def derive(expr: Expr, var: str) -> Expr:
     At ties, min and max give each argument half of the gradient. The derivative of `where` is the derivative of the
     selected arm.
     """
-    return simplify(_derive(expr, var))
+    # Simplified first, because a simplified power of a product is differentiated factor by factor
+    return simplify(_derive(simplify(expr), var))
 
 
 def _derive(expr: Expr, var: str) -> Expr:

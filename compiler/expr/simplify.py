@@ -164,8 +164,8 @@ def _under_even_power(base: Expr) -> Expr:
 def power(base: Expr, exponent: Fraction) -> Expr:
     """Builds `base ** exponent`. Applies the exponent to each factor of `base` for which this is valid.
 
-    A fractional exponent applies to all factors if none can be negative. Otherwise, it applies to the factors that are
-    > 0: the other factors stay in one power, because the power is 0, not NaN, if one of them is 0 and another is < 0.
+    A fractional exponent applies to each factor that cannot be negative. The other factors stay in one power. If a
+    factor is 0, the result is 0, not NaN, although the power of another factor may be undefined.
     """
     if isinstance(base, Call) and base.function == "exp":
         return call("exp", (times(exponent, base.args[0]),))
@@ -177,19 +177,29 @@ def power(base: Expr, exponent: Fraction) -> Expr:
     if exponent.denominator == 1:
         scale = Fraction(_exact(coefficient, exponent.numerator))
         return _product(settle(scale), tuple((inner, e * exponent) for inner, e in factors))
-    sign = -1 if coefficient < 0 else 1
     scale = rational(number(_constant("**", float(abs(coefficient)), float(exponent))))
     # A root is defined only if its base is >= 0
     unsigned = [(inner, e) for inner, e in factors if even(e) or e.denominator != 1 or nonnegative(inner)]
-    if sign < 0 or len(unsigned) < len(factors):  # a factor that is 0 makes the power 0 whatever the other signs
-        unsigned = [(inner, e) for inner, e in unsigned if e < 0 or positive(inner)]
-    spread = [
-        (call("abs", (inner,)) if even(e) and not nonnegative(inner) else inner, e * exponent) for inner, e in unsigned
-    ]
-    rest = [factor for factor in factors if factor not in unsigned]
-    if rest or sign < 0:
-        spread.append((product_of(Fraction(sign), rest), exponent))
-    return _product(scale, tuple(spread))
+    signed = [factor for factor in factors if factor not in unsigned]
+    zeros: list[Expr] = []
+    if coefficient < 0 or signed:
+        zeros = [_magnitude(inner, e) for inner, e in unsigned if e > 0 and not positive(inner)]
+    if coefficient < 0 and not signed:  # the power is defined only where a factor is 0
+        if not zeros:
+            return _constant("**", -1.0, float(exponent))
+        signed, zeros = unsigned, []
+        unsigned = []
+    spread = [(_magnitude(inner, e), e * exponent) for inner, e in unsigned]
+    if signed:
+        spread.append((product_of(Fraction(-1 if coefficient < 0 else 1), signed), exponent))
+    result = _product(scale, tuple(spread))
+    for zero in zeros:
+        result = where(compare(">", zero, ZERO), result, ZERO)
+    return result
+
+
+def _magnitude(inner: Expr, exponent: Fraction) -> Expr:
+    return call("abs", (inner,)) if even(exponent) and not nonnegative(inner) else inner
 
 
 def _exact(value: Fraction, exponent: int) -> Fraction:

@@ -103,21 +103,22 @@ def tile_of(target: Target, epilogue: Epilogue) -> Tile:
         epilogue: The product and its epilogue.
 
     Returns:
-        The tile, with two to four stages. A tile of 8-bit operands has twice as many rows and twice the depth, if three
-        stages of it fit: partial sums are then added less often, and the weights are read half as often.
+        The tile, with two to four stages. A tile of 8-bit operands has twice the depth and, if it is wide, twice as
+        many rows, if three stages of it fit: partial sums are then added less often, and weights are read half as often.
     """
     count = len(epilogue.accumulators)
     size = BYTES[epilogue.x.type.dtype]
     tma = "tma" in target.features
     depths = [depth for depth in DEPTHS if depth <= epilogue.k] or [SHALLOWEST]
-    if tma and size == 1 and 2 * DEPTHS[0] <= epilogue.k:
-        depths = [2 * DEPTHS[0], *depths]
+    deeper = 2 * DEPTHS[0]
+    if tma and size == 1 and deeper <= epilogue.k and whole_tiles(epilogue.k, deeper) * 8 <= 9:
+        depths = [deeper, *depths]
     # 8-bit products need additional registers for partial sums.
     most = max(WIDTHS) if "wgmma" in target.features and size > 1 else WIDEST_IN_REGISTERS
     widths = [width // count for width in WIDTHS if NARROWEST * count <= width <= most]
     for wide in [width for width in widths if whole_tiles(epilogue.n, width) * 8 <= 9] or [NARROWEST]:
         for deep in depths:
-            rows = ROWS * max(deep // DEPTHS[0], 1)
+            rows = 2 * ROWS if deep == deeper and wide * count >= WIDEST_IN_REGISTERS else ROWS
             stage = (rows + wide * count) * deep * size
             stages = (target.shared_memory - BARRIERS - tma * _staged(epilogue, wide) * rows // ROWS) // stage
             if stages >= FEWEST_STAGES:

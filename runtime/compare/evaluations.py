@@ -82,9 +82,7 @@ def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[Evaluatio
     measures_by_key: dict[Key, dict[str, list[Mapping[str, Any]]]] = {}
     for group in groups:
         for member in group.members:
-            results_of = _of_last_step(member, notes)
-            # A run has one result per key, also if it was scored on several files of equal content
-            for key, facts in {(f["task"], f["model"], f["sha256"]): f for f in results_of}.items():
+            for key, facts in _of_last_step(member, notes).items():
                 files.setdefault(key, facts["file"])
                 measures_by_key.setdefault(key, {}).setdefault(group.name, []).append(facts["measures"])
     evaluations = []
@@ -102,14 +100,18 @@ def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[Evaluatio
     return tuple(evaluations)
 
 
-def _of_last_step(member: Member, notes: list[str]) -> Iterator[Mapping[str, Any]]:
+def _of_last_step(member: Member, notes: list[str]) -> Mapping[Key, Mapping[str, Any]]:
+    """Returns one result per key, also if the run was scored on several files of equal content."""
     last = member.history.steps[-1].step if member.history.steps else None
+    results: dict[Key, Mapping[str, Any]] = {}
+    earlier: dict[Key, Mapping[str, Any]] = {}
     for facts in recorded_evaluations(member.run.directory, notes.append):
-        step = facts.get("step")
-        if step is not None and last is not None and step != last:
-            notes.append(f"{member.name}: the result of {facts['file']} at step {step:,} is left out; score it again")
-        else:
-            yield facts
+        step, key = facts.get("step"), (facts["task"], facts["model"], facts["sha256"])
+        (results if step is None or last is None or step == last else earlier)[key] = facts
+    for key in sorted(earlier.keys() - results.keys()):
+        file, step = earlier[key]["file"], earlier[key]["step"]
+        notes.append(f"{member.name}: the result of {file} at step {step:,} is left out; score it again")
+    return results
 
 
 def _measures(results: Sequence[Mapping[str, Any]]) -> dict[str, MeasureResult]:

@@ -43,11 +43,16 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
     return path
 
 
+def is_quantized(folder: Path) -> bool:
+    """Returns whether the folder `quantized/` of a run has files. A run is created with an empty folder."""
+    return folder.is_dir() and any(folder.iterdir())
+
+
 def quantized_report(folder: Path) -> dict[str, Any] | None:
     """Returns the content of the report in the folder `quantized/` of a run; None if the run is not quantized. Raises
     IntegrityError if the folder is damaged.
     """
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not is_quantized(folder):
         return None
     report: dict[str, Any] = json.loads(Committed.open(folder).read(REPORT))
     return report

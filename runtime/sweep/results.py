@@ -135,8 +135,8 @@ class SweepResults:
             " or ".join(dict.fromkeys(f"{row.tokens:,}" for row in rows if row.tokens is not None))
             for rows in (self.settings, self.quantized)
         )
-        same = trained == quantized or not quantized
-        return "" if same else f"scored on {quantized} tokens, the rows without * on {trained or 'none'}; "
+        same = trained == quantized or not (trained and quantized)
+        return "" if same else f"scored on {quantized} tokens, the rows without * on {trained}; "
 
     def _cells(self, sample: Sample | None, difference: float | None) -> list[str]:
         if sample is None:

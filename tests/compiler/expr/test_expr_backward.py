@@ -193,7 +193,8 @@ def test_plans_compute_the_gradient(text: str, order: tuple[str, ...]) -> None:
     [
         "(relu(x) * tanh(x)) ** 1.5", "(max(x, 0) * (x + 2)) ** 1.5", "(relu(x) * gate) ** 2.5",
         "sqrt(relu(x) * tanh(x))", "(relu(x) * gelu(x)) ** 0.5", "(x ** 2 * gate) ** 1.5", "(-relu(x)) ** 1.5",
-        "(relu(x) * sigmoid(x) * tanh(gate)) ** 1.5", "(x * gate / abs(gate)) ** 1.5",
+        "(relu(x) * sigmoid(x) * tanh(gate)) ** 1.5", "(x * gate / abs(gate)) ** 1.5", "sqrt(relu(x) ** 3 * gate)",
+        "sqrt(relu(gate) ** 3 * log(2 + exp(x)))", "(relu(x) ** 2 * tanh(gate)) ** 0.75",
     ],
 )  # fmt: skip
 def test_a_power_of_a_product_is_0_where_a_factor_is_0_and_another_negative(text: str) -> None:

@@ -157,10 +157,10 @@ def test_tiles_follow_shape_and_target(name: str, target: str, n: int, k: int, t
     assert tile_of(TARGETS[target], epilogue_of(make_site(name, n, k, target))) == tile
 
 
-def test_tiles_of_8_bit_operands_are_twice_as_tall_and_deep() -> None:
-    sites = (codes_site("codes", False, "sm90", 3072, k) for k in (768, 64))
+def test_wide_tiles_of_8_bit_operands_are_twice_as_tall_and_deep() -> None:
+    sites = (codes_site("codes", False, "sm90", n, k) for n, k in ((3072, 768), (3072, 64), (3072, 192), (64, 768)))
     tiles = [tile_of(site.target, epilogue_of(site)) for site in sites]
-    assert [(tile.m, tile.k) for tile in tiles] == [(256, 128), (128, 64)]
+    assert [(tile.m, tile.k) for tile in tiles] == [(256, 128), (128, 64), (128, 64), (128, 128)]
 
 
 def random_site(generator: random.Random) -> Site:
