@@ -3,6 +3,7 @@
 The module of a subcommand is imported when the subcommand runs. Errors become exit codes.
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -151,6 +152,7 @@ def main() -> NoReturn:
         code = EXIT_PREEMPTED
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    atexit.register(ignore_signals)  # runs before the handlers that Torch has registered
     if "torch" not in sys.modules:
         gc.freeze()  # skips the last garbage collection, which takes up to a tenth of the run time
     if (code and "RANK" in os.environ and "WORLD_SIZE" in os.environ) or code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
@@ -172,8 +174,6 @@ def pre_emptible() -> Iterator[None]:
 
     The signal then ends a command with the exit code for preemption, even before the command installs its own signal
     handlers. Signals that the process already ignores, for example under nohup, stay ignored.
-
-    After the block, the process ignores signals until it ends.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -189,7 +189,9 @@ def pre_emptible() -> Iterator[None]:
     try:
         yield
     finally:
-        ignore_signals()
+        for number in handled:
+            if signal.getsignal(number) is end:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def ignore_signals() -> None:
