@@ -104,7 +104,8 @@ def tile_of(target: Target, epilogue: Epilogue) -> Tile:
 
     Returns:
         The tile, with two to four stages. A tile of 8-bit operands has twice the depth and, if it is wide, twice as
-        many rows, if three stages of it fit: partial sums are then added less often, and weights are read half as often.
+        many rows, if three stages of it fit. Partial sums are then added less often, and weights are read half as
+        often.
     """
     count = len(epilogue.accumulators)
     size = BYTES[epilogue.x.type.dtype]
