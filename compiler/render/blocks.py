@@ -393,8 +393,8 @@ def _init(uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables,
             {node.name for graph in uses.functions if (uses.layers[graph.name] <= at) == within for node in graph.nodes}
             for within in (True, False)
         )
-        own = any(f"_{word}_" in f"_{path}_".replace(".", "_") for path in inside - outside)
-        tests[name] = tables.of(uses.place, at, word, "" if own else f"blocks whose `{word}` differs")
+        has_value = any(f"_{word}_" in f"_{path}_".replace(".", "_") for path in inside - outside)
+        tests[name] = tables.of(uses.place, at, word, "" if has_value else f"blocks whose `{word}` differs")
     for path in dict.fromkeys(path for graph in uses.functions for path, type in graph.params if not type.storage):
         having = uses.having(graph for graph in uses.functions if path in dict(graph.params))
         if having != uses.every:
