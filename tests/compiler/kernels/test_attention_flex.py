@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kernel_sites import check_clean, library_outputs, written
+from kernel_sites import check_clean, imported, library_outputs, written
 from scored_sites import CASES, Attention, exact, scored_inputs
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from specc.compiler.kernels.attention.flex import FLEX, FLEX_GRAD
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
 from specc.compiler.targets import TARGETS
 from specc.runtime.tune.candidates import candidates
+from specc.runtime.verify.judge import PEAK, Judge, inputs_of
 
 SHAPE = (4, 2, 16)
 ALL = {
@@ -104,3 +105,14 @@ def test_it_gives_the_reference(name: str, backward: bool, computed: dict[tuple[
             slack = 2e-2 * want.numel() ** 0.5 * (scale < 1e-1)
             most = 5e-2 if label[1:] in ALL[name].tables else 1e-2  # of a table, the sum of y in 16 bits over all pairs
             assert error <= most * scale + slack, f"{label} of {t} tokens is off by {error:.3g} of {scale:.3g}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["window", "documents", "plain", "per head"])
+def test_gradients_of_rows_that_torch_would_pad(name: str, tmp_path: Path) -> None:
+    """Torch pads rows of more than 1,024 numbers to a multiple of 128 bytes; FlexAttention would read other numbers."""
+    site = ALL[name].site(SHAPE, True)
+    op = getattr(imported(FLEX_GRAD, site, tmp_path / f"flex_padded_{name.split()[0]}"), symbol(site)[0])
+    judge = Judge.of(site, inputs_of(site, {"B": 2, "T": 1057, "S": 1057}, "cuda"))
+    for label, error in zip(site.node.op.output_labels, judge.errors(judge.call(op)), strict=True):
+        assert error.peak <= PEAK, f"{label} {error.words}"

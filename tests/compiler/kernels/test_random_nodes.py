@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from multiprocessing import get_context
@@ -28,11 +29,15 @@ from random_sites import (
     shapes_of_a_node,
     strays,
 )
+from scored_sites import CASES as SCORED
 from tiers import Trials, soak, tiers
 from torch import Tensor
 
+from specc.compiler.ir.graph import Node
+from specc.compiler.kernels.attention.scored import SCORED_GRAD
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
 from specc.compiler.ops.linear import Product
+from specc.compiler.programs import reference
 from specc.compiler.targets import TARGETS
 from specc.runtime.verify.judge import Judge, inputs_of, many
 
@@ -76,6 +81,22 @@ def test_kernels_are_as_exact_as_plain_torch(trials: Trials, tmp_path: Path) -> 
     place = Place(tmp_path, gpu_target(), "cuda", ("bf16", "f16", "f32"), 2000)
     problems = [*wrong(place, inexact, trials["shapes_of_each_kernel"])]
     assert not problems, "\n".join(problems)  # pytest cuts a long list
+
+
+def eager(node: Node, wrong: int | None, *inputs: Tensor) -> list[Tensor]:
+    """The outputs of a node by plain Torch; output `wrong` is 1% too large."""
+    outputs = reference.node_value(node, list(inputs))
+    return [output * 1.01 if i == wrong else output for i, output in enumerate(outputs)]
+
+
+@pytest.mark.parametrize("name", ["buckets", "documents"])
+def test_inexact_outputs_are_found(name: str) -> None:
+    site = SCORED[name].site((4, 2, 16), True, "f16")
+    judge = Judge.of(site, inputs_of(site, {"B": 2, "T": 33, "S": 33}, "cpu"))
+    assert [*inexact(SCORED_GRAD, judge, partial(eager, site.node, None))] == []
+    for i, label in enumerate(site.node.op.output_labels):
+        (text,) = inexact(SCORED_GRAD, judge, partial(eager, site.node, i))
+        assert text.startswith(f"output {label} has")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
