@@ -1,6 +1,7 @@
 """The pointwise expression language: parsing, simplification, differentiation, plans for the backward pass, and
 translation to source text in Torch, Triton, CUDA C++ or the CuTe DSL."""
 
+from .algebra import key
 from .backward import KEEPS, Backward, Keep, plan_backward
 from .derive import derive, homogeneous_degree
 from .evaluate import number, torch_value
@@ -31,6 +32,7 @@ __all__ = [
     "decided",
     "derive",
     "homogeneous_degree",
+    "key",
     "name_of",
     "number",
     "parse",

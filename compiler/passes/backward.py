@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 from specc.compiler.expr import (
     KEEPS,
+    Expr,
     Keep,
     Var,
     derive,
+    key,
     name_of,
     plan_backward,
     reread,
@@ -48,6 +50,13 @@ def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
     the output."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
+
+
+def same_gradient(expression: Expr, operand: str, products: tuple[str, ...]) -> str | None:
+    """Returns a product with respect to which `expression` has the same derivative as with respect to `operand`, such
+    as the product to which a bias is added. Returns None if there is no such product."""
+    slope = key(derive(expression, operand))
+    return next((product for product in products if key(derive(expression, product)) == slope), None)
 
 
 def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
@@ -184,12 +193,18 @@ class Derivation:
             saved = {v: Var(f"pre_{v}") for v in products}
             texts.append({v: str(substitute(grad, saved)) for v, grad in plan.grads})
             title = titled(original, products, self.keep) if plan.strategy == "recomputed" else title
-        texts += [{v: str(simplify(reread(f"d * ({derive(expression, v)})")))} for v in operands if v not in products]
+        shared = {v: p for v in operands if v not in products and (p := same_gradient(expression, v, products))}
+        rest = (v for v in operands if v not in products and v not in shared)
+        texts += [{v: str(simplify(reread(f"d * ({derive(expression, v)})")))} for v in rest]
         gradients: list[tuple[str, str | Scaled]] = []
         for group in texts:
             suffix = "grad" if set(group) & set(products) else f"grad_{next(iter(group))}"
             name = f"{title}_{suffix}" if title else ""
             gradients += self.gradient_node(f"{node.name}.{suffix}", name, group, operands, readable, grads[0])
+        values = dict(gradients)
+        for v, product in shared.items():
+            of_product, name = values[operands[product]], f"{node.name}.grad_{v}"
+            gradients += self.gradient_node(name, "", {v: "d"}, operands, {}, str(of_product))
         return gradients
 
     def gradient_node(
@@ -219,10 +234,14 @@ class Derivation:
         inputs = (grad, *(self.saved(readable[v]) for v in read))
         wanted = [self.forward.types[operands[v]] for v in texts]
         cast = wanted[0].dtype if self.b.types[grad].dtype != wanted[0].dtype else ""
-        op = Pointwise(tuple(texts.values()), ("d", *read), tuple(texts) if len(texts) > 1 else (), cast, title)
-        self.b.add(name, op, inputs)
+        if tuple(texts.values()) == ("d",) and not cast:
+            values: tuple[str, ...] = (grad,)
+        else:
+            op = Pointwise(tuple(texts.values()), ("d", *read), tuple(texts) if len(texts) > 1 else (), cast, title)
+            self.b.add(name, op, inputs)
+            values = self.b.nodes[-1].outputs
         results = []
-        for ref, type, v in zip(self.b.nodes[-1].outputs, wanted, texts, strict=True):
+        for ref, type, v in zip(values, wanted, texts, strict=True):
             whole = self.b.types[ref].shape == type.shape
             results.append((operands[v], ref if whole else self.b.add(f"{name}.sum", SumTo(type.shape), (ref,))))
         return results

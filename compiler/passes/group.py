@@ -20,11 +20,13 @@ from specc.compiler.passes.backward import (
     accumulates,
     accumulators,
     gradient_names,
+    same_gradient,
     spelled,
     titled,
 )
 from specc.compiler.passes.join_codes import join_codes
 from specc.compiler.passes.join_epilogues import join_epilogues
+from specc.compiler.passes.join_pointwise import join_pointwise
 from specc.compiler.programs.programs import Group
 
 
@@ -83,6 +85,8 @@ def build_group(
     """
     _check_uses(graph, members)
     rewrite = _rewritten(graph, members)
+    products = {node.name for node in rewrite.nodes if accumulates(node.op)}
+    rewrite = Rewrite(join_pointwise(rewrite.nodes, products), rewrite.learns)
     if chunks > 1 and not rewrite.nodes[-1].op.by_chunks:
         raise Unfusable(
             members[-1].name,
@@ -240,7 +244,7 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
         hint = f"change the activation, so that this gradient is not 0, e.g. multiply it by `silu({flat[0]})`"
         raise Unfusable("the activation", reason, hint)
     plan = plan_backward(expression, products, keep)
-    operands = [v for v in op.variables if v not in products]
+    operands = [v for v in op.variables if v not in products and not same_gradient(expression, v, products)]
     read = {v for operand in operands for v in variables(derive(expression, operand))} | set(plan.needs)
     saves = [*plan.saves, *((f"pre_{v}", reread(v)) for v in products if v in read)]
     outputs = (str(plan.value), *(str(saved) for _, saved in saves))

@@ -73,7 +73,8 @@ def _joined(graph: Graph, epilogue: Node, products: tuple[Node, ...]) -> Graph:
     joined = replace(epilogue.op, variables=variables, dtype="")
     if isinstance(first.op, Fp8Product):
         op, joined, inputs = CodesLinear(), _scaled(joined, *ROLES[first.op.role][1]), (*inputs, first.inputs[2])
-    node = Node(first.name, op, inputs, epilogue.types, joined, (*accumulators, epilogue.name))
+    members = (*accumulators, *(name for name in epilogue.members or (epilogue.name,) if name not in accumulators))
+    node = Node(first.name, op, inputs, epilogue.types, joined, members)
     nodes = tuple(node if old.name == epilogue.name else old for old in graph.nodes if old not in products)
     renamed = dict(zip(epilogue.outputs, node.outputs, strict=True))
     return rename(replace(graph, nodes=nodes), renamed)

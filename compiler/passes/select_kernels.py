@@ -89,8 +89,9 @@ def select_kernels(
 
 
 def _with_names(programs: Programs, group: Group, target: Target, functions: Mapping[str, tuple[object, ...]]) -> Group:
-    """Renames each gradient whose name an earlier group uses for a different expression. Returns the new group.
-    `functions` maps the function name of each earlier group to a key for the computation of the function.
+    """Renames each gradient whose name is too long, or is used by an earlier group for a different expression. Returns
+    the new group. `functions` maps the function name of each earlier group to a key for the computation of the
+    function.
 
     The name of a gradient does not state the activation: the gradients of exp and of silu are both products. The new
     name states the activation, such as `exp_grad`.
@@ -108,8 +109,12 @@ def _with_names(programs: Programs, group: Group, target: Target, functions: Map
         if activation is None or not isinstance(node.epilogue, Pointwise) or node.epilogue.title:
             return node
         site = site_of(programs, group, group.backward, node, target)
-        with suppress(ExprError):  # a name is too long, which is reported when a kernel is chosen
-            if functions.get(symbol(site)[0], _computed(site)) != _computed(site):
+        try:
+            usual = functions.get(symbol(site)[0], _computed(site)) == _computed(site)
+        except ExprError:
+            usual = False
+        with suppress(ExprError):  # the name of the activation is too long, which is reported when a kernel is chosen
+            if not usual:
                 return replace(node, epilogue=replace(node.epilogue, title=f"{title_of(activation)}_grad"))
         return node
 

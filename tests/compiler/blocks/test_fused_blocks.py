@@ -68,6 +68,11 @@ CASES: Mapping[str, dict[str, Any]] = {
         "layers": (ATTENTION, {**MLP, "residual": "learned"}),
         "fuse": ({"blocks.*.mlp": ["up", "act"]}, {"blocks.*.mlp": ["down", "x"]}),
     },
+    "biases_fused": {"layers": (ATTENTION, {**MLP, "act": "gelu_tanh(x)", "bias": True})},
+    "biases_of_a_gate_fused": {
+        "layers": (ATTENTION, {**GATED, "bias": True, "residual": "learned"}),
+        "fuse": ({"blocks.*.mlp": ["up", "gate", "act", "down", "down.biased", "x"]},),
+    },
     "act_down_fused": {"fuse": ({"blocks.*.mlp": ["act", "down"]},)},
     "attention_out_fused": {
         "layers": ({**ATTENTION, "residual": "learned"}, MLP),

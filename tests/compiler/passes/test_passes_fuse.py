@@ -32,6 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
     "relu2": acts("relu(x) ** 2"),
     "gelu": acts("gelu(x)"),
     "gated": acts("silu(gate) * x"),
+    "biased": {
+        **acts("silu(gate) * x", bias=True, residual="learned"),
+        "fuse": ({"blocks.*.mlp": ["up", "gate", "act", "down", "down.biased", "x"]},),
+    },
     "named": acts({"expr": "tanh(x) * x", "name": "soft"}),
     "residual": {**acts("relu(x) ** 2", residual="learned"), "fuse": (RESIDUAL,)},
     "head": {"head": {"softcap": 30}, "fuse": (HEAD,)},
