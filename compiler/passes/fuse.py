@@ -7,6 +7,7 @@ from dataclasses import replace
 from specc.compiler.expr import ExprError
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, returned
 from specc.compiler.passes.group import Selection, Unfusable, build_group
 from specc.compiler.passes.requests import whole_sequences
@@ -129,8 +130,8 @@ def _fuse_graph(
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
     """Returns the nodes `names` and the nodes that have to be fused with these nodes, in graph order.
 
-    A linear layer is fused if only a node in `names` reads it. A node whose name begins with a name in `names`, such as
-    the cast `logits.f32` of `logits`, is fused if only fused nodes read it.
+    A linear layer is fused, with its bias, if only a node in `names` reads it. A node whose name begins with a name in
+    `names`, such as the cast `logits.f32` of `logits`, is fused if only fused nodes read it.
     """
     chosen = set(names)
     for part in reversed(graph.nodes):
@@ -139,12 +140,25 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
             chosen.add(part.name)
     for name in names:
         for ref in graph.by_name[name].inputs:
-            node = graph.by_name.get(node_of(ref))
-            if node is not None and isinstance(node.op, Linear) and graph.uses(ref) == 1:
-                chosen.add(node.name)
+            chosen.update(_linear(graph, ref))
     if repeated := [name for i, name in enumerate(names) if name in names[:i]]:
         raise Unfusable(repeated[0], "is named twice")
     return [node for node in graph.nodes if node.name in chosen]
+
+
+def _linear(graph: Graph, ref: str) -> tuple[str, ...]:
+    """Returns the names of the linear layer that computes `ref`, and of the pointwise nodes that combine its result with
+    parameters, such as a bias. Returns nothing without such a layer, or if other nodes read these results."""
+    node = graph.by_name.get(node_of(ref))
+    if node is None or graph.uses(ref) != 1:
+        return ()
+    if isinstance(node.op, Linear):
+        return (node.name,)
+    value, *parameters = node.inputs or ("",)
+    if not isinstance(node.op, Pointwise) or not parameters or any(ref[0] != "@" for ref in parameters):
+        return ()
+    layer = _linear(graph, value)
+    return (*layer, node.name) if layer else ()
 
 
 def shared(programs: Programs, group: Group) -> tuple[Group, bool]:

@@ -71,7 +71,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "biases_fused": {"layers": (ATTENTION, {**MLP, "act": "gelu_tanh(x)", "bias": True})},
     "biases_of_a_gate_fused": {
         "layers": (ATTENTION, {**GATED, "bias": True, "residual": "learned"}),
-        "fuse": ({"blocks.*.mlp": ["up", "gate", "act", "down", "down.biased", "x"]},),
+        "fuse": ({"blocks.*.mlp": ["up", "act", "down", "down.biased", "x"]},),
     },
     "act_down_fused": {"fuse": ({"blocks.*.mlp": ["act", "down"]},)},
     "attention_out_fused": {

@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gated": acts("silu(gate) * x"),
     "biased": {
         **acts("silu(gate) * x", bias=True, residual="learned"),
-        "fuse": ({"blocks.*.mlp": ["up", "gate", "act", "down", "down.biased", "x"]},),
+        "fuse": ({"blocks.*.mlp": ["up", "act", "down", "down.biased", "x"]},),
     },
     "named": acts({"expr": "tanh(x) * x", "name": "soft"}),
     "residual": {**acts("relu(x) ** 2", residual="learned"), "fuse": (RESIDUAL,)},
