@@ -147,8 +147,8 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
 
 
 def _linear(graph: Graph, ref: str) -> tuple[str, ...]:
-    """Returns the names of the linear layer that computes `ref`, and of the pointwise nodes that combine its result with
-    parameters, such as a bias. Returns nothing without such a layer, or if other nodes read these results."""
+    """Returns the names of the linear layer that computes `ref`, and of the pointwise nodes that combine its result
+    with parameters, such as a bias. Returns nothing without such a layer, or if other nodes read these results."""
     node = graph.by_name.get(node_of(ref))
     if node is None or graph.uses(ref) != 1:
         return ()

@@ -30,7 +30,7 @@ BY_IDENTITY = frozenset({"ID_MATCH", "CLOSURE_MATCH", "WEAKREF_ALIVE", "DICT_VER
 # traces, and would fail because the name exists.
 BUILTINS = "__builtins_dict__"
 Program = Callable[..., Tensor]
-Options = Mapping[str, Any]  # options of Inductor passes, by the name of the setting
+Options = Mapping[str, Any]  # settings of Inductor, by name; passes have a method `uuid`
 NO_OPTIONS: Options = {}
 
 
@@ -67,7 +67,7 @@ class StoredPrograms:
             program: the program, or a module whose call is the program.
             fullgraph: whether a graph break is an error, as in `torch.compile`.
             dynamic: whether the compiled code treats sizes as variables, as in `torch.compile`.
-            options: options of Inductor passes, by the name of the setting, as in `torch.compile`.
+            options: settings of Inductor, by name, as in `torch.compile`.
 
         Returns:
             The compiled program.
@@ -85,7 +85,7 @@ class StoredProgram:
     Args:
         function: the program, which is a method of a generated model.
         dynamic: whether the compiled code treats sizes as variables, as in `torch.compile`.
-        options: options of Inductor passes, by the name of the setting, as in `torch.compile`.
+        options: settings of Inductor, by name, as in `torch.compile`.
         facts: properties of the run that are part of the cache key.
     """
 
@@ -156,7 +156,7 @@ class StoredProgram:
             (self._function.__module__, self._function.__qualname__, self._dynamic, *self._facts),
             (torch.__version__, torch.version.cuda, sys.version, str(device), name),
             [module.get_hash().hex() for module in configs],
-            [(name, graph_pass.uuid()) for name, graph_pass in self._options.items()],
+            [(name, option.uuid() if hasattr(option, "uuid") else option) for name, option in self._options.items()],
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 

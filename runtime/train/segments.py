@@ -16,6 +16,8 @@ from specc.runtime.train.sources.micro_batches import micro_batches
 LAST = Phase(1.0, "train", "score")
 Function = Callable[..., Tensor]
 Compile = Callable[..., Function]  # has the arguments and the result of torch.compile
+# Torch 2.11 pads rows of more than 1,024 elements, and gradients of FlexAttention with sinks then read wrong elements
+UNPADDED: Mapping[str, object] = {"comprehensive_padding": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,9 @@ def compiled_functions(
     sizes = {"dynamic": False} if len({segment.tokens for segment in segments}) > 1 else {}
     trains = {segment.phase.train for segment in segments}
     return {
-        name: compile_training(function, fullgraph=whole, options=in_order(), **sizes)
+        name: compile_training(function, fullgraph=whole, options={**in_order(), **UNPADDED}, **sizes)
         if name in trains
-        else torch.compile(function, fullgraph=whole)
+        else torch.compile(function, fullgraph=whole, options=dict(UNPADDED))
         for name, function in functions.items()
     }
 

@@ -55,3 +55,19 @@ def test_blocks_of_documents_are_captured_and_losses_are_those_of_the_cpu(tmp_pa
     assert results == pytest.approx(wanted, rel=0.05)
     for trainer in (device, plain):
         trainer.loader.close()
+
+
+def test_attention_with_sinks_trains_as_on_the_cpu(tmp_path: Path) -> None:
+    """Torch would pad rows of 1,057 numbers, and read the gradient of the log-sum-exp as if it had not."""
+    rows = ("model.context=1057", "train.tokens_per_step=2114", "train.micro_batch=2", "model.dim=64", "train.steps=3")
+    window = ("model.blocks.layers.0.mask=j <= i and i - j < 300", "model.blocks.layers.0.sinks=true")
+    sinks = 'quant.rules.1.match="*.{residual,q_gain,sinks}"'
+    spec = small_spec("targets=[sm90, cpu]", "fuse=[]", *rows, *window, sinks)
+    device, plain = trainer_of(spec, tmp_path / "gpu", "sm90", True), trainer_of(spec, tmp_path / "cpu")
+    results = [step for _ in range(3) for step in device.advance()] + device.settle()
+    wanted = [step for _ in range(3) for step in plain.advance()]
+    for value in ("loss", "grad_norm"):
+        expected = [getattr(step, value) for step in wanted]
+        assert [getattr(step, value) for step in results] == pytest.approx(expected, rel=0.05)
+    for trainer in (device, plain):
+        trainer.loader.close()
