@@ -17,7 +17,7 @@ LAST = Phase(1.0, "train", "score")
 Function = Callable[..., Tensor]
 Compile = Callable[..., Function]  # has the arguments and the result of torch.compile
 # Torch 2.11 pads rows of more than 1,024 elements, and gradients of FlexAttention with sinks then read wrong elements
-UNPADDED: Mapping[str, object] = {"comprehensive_padding": False}
+UNPADDED: Mapping[str, bool] = {"comprehensive_padding": False}
 
 
 @dataclass(frozen=True, slots=True)
