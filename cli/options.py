@@ -1,6 +1,7 @@
 """Arguments, options and command classes that several commands share, and functions that read their values."""
 
 import gc
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,16 @@ class StatedPath(click.Path):
         if value == "":
             self.fail("the path is empty", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers, without NaN, for which no comparison is true, and without infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
 
 
 folder = StatedPath()

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specc.cli.options import folder, json_option, number_option, picture_option, stated, tokenizers_option, with_data
+from specc.cli.options import (
+    FiniteRange,
+    folder,
+    json_option,
+    number_option,
+    picture_option,
+    stated,
+    tokenizers_option,
+    with_data,
+)
 from specc.cli.output import say
 
 if TYPE_CHECKING:
@@ -32,9 +41,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Check the file and all specs, list the runs, and start none.")
 @click.option("--table", is_flag=True, help="Start no run, and print the results so far.")
 @click.option("--extend", is_flag=True, help="Accept a FILE with more settings or seeds than the folder has.")
-@click.option(
-    "--max-seconds", type=click.FloatRange(min=0), default=math.inf, help="Start no run after this number of seconds."
-)
+@click.option("--max-seconds", type=FiniteRange(min=0), help="Start no run after this number of seconds.")
 @picture_option("Write a picture of the results.")
 @tokenizers_option
 @json_option
@@ -48,7 +55,7 @@ def command(
     dry_run: bool,
     table: bool,
     extend: bool,
-    max_seconds: float,
+    max_seconds: float | None,
     picture: Path | None,
     tokenizers: tuple[Path, ...],
     as_json: bool,
@@ -71,21 +78,22 @@ def command(
         require_matplotlib("the picture of a sweep")
         if not picture.parent.is_dir():
             raise click.UsageError(f"there is no folder {picture.parent} for the picture")
-    until = time.monotonic() + max_seconds
+    until = math.inf if max_seconds is None else time.monotonic() + max_seconds
     sweep = read_sweep(file, data, target)
+    directory = directory or Path("runs") / file.stem
+    if not table:
+        require_free_or_begun(directory)
     if dry_run:
         for work in sweep.work:
             click.echo(f"{work.name}: {work.setting}")
         click.echo(f"{len(sweep.runs)} runs of {len(sweep.settings)} settings, all specs are valid")
         return 0
-    directory = directory or Path("runs") / file.stem
     if table:
         sweep_folder, failed = SweepFolder.existing(directory, sweep), dict[str, str]()
     else:
         from specc.runtime.sweep.work import slots_of, threads_of
 
         slots = slots_of(sweep.targets, jobs, gpus)
-        require_free_or_begun(directory)
         with locked(directory):
             sweep_folder = SweepFolder.open(directory, sweep, threads_of(len(slots)), extend)
             places = with_data((*tokenizers, sweep.spec.parent), data)

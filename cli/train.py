@@ -10,6 +10,7 @@ import click
 from specc.cli.committed import compile_committed, require_built
 from specc.cli.options import (
     SPECS,
+    FiniteRange,
     device_option,
     folder,
     number_option,
@@ -53,7 +54,7 @@ from specc.compiler.text.shell import shell_path
 )
 @click.option(
     "--max-seconds",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Stop after this number of seconds. The schedule does not change.",
 )
 @click.option(

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specc.cli.options import folder, number_option, tokenizer_of, tokenizers_option
+from specc.cli.options import FiniteRange, folder, number_option, tokenizer_of, tokenizers_option
 from specc.cli.output import say
 from specc.compiler.text.shell import shell_path
 
@@ -26,7 +26,7 @@ def _plain(ctx: click.Context, parameter: click.Parameter, name: str) -> str:
 @click.option(
     "--validation-fraction",
     "share",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=FiniteRange(0, 1, min_open=True, max_open=True),
     help="Share of the documents in the validation split, chosen by the SHA-256 of their bytes.",
 )
 @click.option(

@@ -170,6 +170,10 @@ def _tree(text: str, longest: int, deepest: int) -> ast.expr:
             return ast.parse(f"({text})", mode="eval").body
     except SyntaxError as error:
         column = min(max((error.offset or 2) - 2, 0), len(text))
+        if "leading zeros" in error.msg:  # 0,01, whose Python meaning is not what the author means
+            raise ExprError(
+                "not an expression: a whole number begins with 0", column, "write 0.01 with a point"
+            ) from None
         raise ExprError(f"not an expression: {error.msg}", column) from None
     except (ValueError, MemoryError, RecursionError):
         raise ExprError("this is not an expression") from None

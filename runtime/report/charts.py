@@ -20,11 +20,15 @@ LEGEND_ROW, LETTER = 20, 6.6  # in SVG units: the height of a row of the legend,
 MOST_POINTS = 300
 STYLES = 8  # the number of line styles in the style sheet
 LOG_RANGE = 30  # if the ratio of the largest value to the smallest value exceeds this number, the axis is logarithmic
+# As many as the styles have no divisor in common with, so that 56 curves differ
 MARKS = (
     '<circle r="3.4" cx="{x}" cy="{y}" class="{c}"/>',
     '<rect x="{a}" y="{b}" width="6" height="6" class="{c}"/>',
     '<path d="M{x},{t} l4,7 h-8 z" class="{c}"/>',
     '<path d="M{x},{t} l4,4 l-4,4 l-4,-4 z" class="{c}"/>',
+    '<path d="M{a},{b} h6 l-3,6 z" class="{c}"/>',
+    '<path d="M{x},{y} m-1,-4 h2 v3 h3 v2 h-3 v3 h-2 v-3 h-3 v-2 h3 z" class="{c}"/>',
+    '<path d="M{a},{b} h6 l-6,6 h6 z" class="{c}"/>',
 )
 
 

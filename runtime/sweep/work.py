@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from specc.compiler.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from specc.compiler.targets import TARGETS
 from specc.runtime.distributed.launch import parent_environment
 from specc.runtime.distributed.signals import Stopped, handled_signals
@@ -199,7 +200,8 @@ def _note(entry: _Running, outcome: Outcome, say: Say) -> None:
     how = f"exit code {code}" if code > 0 else f"ended by signal {-code} ({signal.strsignal(-code)})"
     reason = f"{how}: {last_error(job.output)}; see {job.output}"
     outcome.failed[job.name] = reason
-    say(f"{job.name}: failed after {seconds:,.1f} s, {reason}")
+    ending = "interrupted" if code in (EXIT_PREEMPTED, EXIT_INTERRUPTED) else "failed"
+    say(f"{job.name}: {ending} after {seconds:,.1f} s, {reason}")
 
 
 def last_error(output: Path) -> str:

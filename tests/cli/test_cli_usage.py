@@ -131,6 +131,14 @@ def test_two_specs_of_one_name_do_not_share_a_folder(here: Path, specc: Shell) -
     assert not Path("generated").exists()
 
 
+@pytest.mark.parametrize("number", ["nan", "inf"])
+@pytest.mark.parametrize("command", ["train x.yaml --max-seconds", "sweep x.yaml --max-seconds"])
+def test_a_limit_is_finite(command: str, number: str, here: Path, specc: Shell) -> None:
+    Path("x.yaml").touch()
+    assert specc(*command.split(), number) == 2
+    assert f"{number} is not a finite number" in specc.err
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "specs").glob("*.yaml")))
 def test_a_plan_fits_on_a_screen(name: str, specc: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -171,6 +171,10 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "base-seed1: base" and lines[-1] == "5 runs of 3 settings, all specs are valid"
     assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/run.json").touch()
+    assert run(["sweep", str(tmp_path / "acts.yaml"), "--dry-run", "--out", str(tmp_path / "out")]) == 2
+    assert "is neither empty nor the folder of a sweep" in capsys.readouterr().err
 
 
 def test_a_sweep_can_be_compared(swept: tuple[Path, Path, Any], capsys: pytest.CaptureFixture[str]) -> None:

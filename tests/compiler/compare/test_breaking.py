@@ -1,6 +1,7 @@
 """Pairs of specs, each labelled with what stops old checkpoints or artifacts from loading."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -125,3 +126,14 @@ def test_against_a_revision(
     assert run(["breaking", "specs/new.yaml", "--against", "HEAD"]) == 0
     assert run(["breaking", "--against", "no-such-branch"]) == 2
     assert "no-such-branch is neither a file nor a revision" in capsys.readouterr().err
+    assert run(["breaking", "specs/tinny.yaml", "--against", "HEAD"]) == 2
+    assert "specs/tinny.yaml:1:1: S001 the file does not exist" in capsys.readouterr().err
+    shutil.rmtree("specs")
+    removed = "specs/{}.yaml:1: F008 the spec was removed since HEAD\n"
+    assert run(["breaking", "specs/gone.yaml", "--against", "HEAD"]) == 1
+    assert capsys.readouterr().out == removed.format("gone")
+    assert run(["breaking", "--against", "HEAD"]) == 1
+    assert capsys.readouterr().out == removed.format("gone") + removed.format("tiny")
+    shutil.rmtree(".git")
+    assert run(["breaking", "specs/tiny.yaml", "--against", "main"]) == 2
+    assert "specs/tiny.yaml is not in a git repository, and main is not a file" in capsys.readouterr().err

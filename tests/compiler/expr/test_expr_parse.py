@@ -80,6 +80,7 @@ def test_variables_in_reading_order_and_substitution_all_at_once() -> None:
         ("(x", 0, "not closed"),
         ("x y", 0, "not an expression"),
         ("x; y", 1, "not an expression"),
+        ("0,01 * x", 2, "not an expression: a whole number begins with 0"),
         ("x, y", 0, "comma"),
         ("*x", 0, "not an expression|starred"),
         ("[x for x in y]", 0, "listcomp"),

@@ -315,6 +315,13 @@ def test_a_curve_is_where_its_axes_say() -> None:
     assert y1 < y2 < y0  # upward is more
 
 
+def test_many_curves_differ_without_color() -> None:
+    svg = curves("t", "step", "loss", [Series(f"s{i}", [(0, 1.0), (1, 2.0)], marks=True) for i in range(30)])
+    styles = re.findall(r'h36" class="line (s\d)"/><(\w+)([^>]*)', svg)
+    shapes = {(dashes, element, re.sub(r"M?[\d.]{3,}|[xy]=\S+", "", shape)) for dashes, element, shape in styles}
+    assert len(styles) == len(shapes) == 30
+
+
 def test_a_wide_range_is_logarithmic_and_one_point_has_a_mark() -> None:
     svg = curves("t", "step", "loss", [Series("a", [(1, 1e-3), (2, 1e-1), (3, 10.0)])])
     ys = [y for _, y in points_of(svg)]
