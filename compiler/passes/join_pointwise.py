@@ -20,12 +20,12 @@ def join_pointwise(nodes: Sequence[Node], products: set[str]) -> tuple[Node, ...
         products: The names of the matrix products among them.
 
     Returns:
-        The nodes. A joined node has the name of the reader, and its variables for the product.
+        The nodes. A joined node has the name of the reader, and its variable for the product.
     """
     for inner in nodes:
         if _is_plain(inner) and (of := [ref for ref in inner.inputs if ref in products]):
             readers = [node for node in nodes if inner.name in node.inputs]
-            if len(readers) == 1 and _is_plain(readers[0]) and readers[0].type.shape == inner.type.shape:
+            if len(readers) == 1 and _is_plain(readers[0]) and _fits(inner, readers[0]):
                 joined = _joined(inner, readers[0], of[0])
                 rest = (joined if node is readers[0] else node for node in nodes if node is not inner)
                 return join_pointwise(tuple(rest), products)
@@ -38,12 +38,21 @@ def _is_plain(node: Node) -> bool:
     return isinstance(op, Pointwise) and len(op.outputs) == 1 and not (op.draws or op.scales or op.codes)
 
 
+def _fits(inner: Node, reader: Node) -> bool:
+    """Returns whether `reader` computes in the shape and the dtype of `inner`, and reads each value once."""
+    assert isinstance(inner.op, Pointwise) and isinstance(reader.op, Pointwise)
+    alike = inner.type.shape == reader.type.shape and inner.op.dtype in ("", reader.op.dtype)
+    return alike and len(set(reader.inputs)) == len(reader.inputs)
+
+
 def _joined(inner: Node, reader: Node, product: str) -> Node:
     before, after = inner.op, reader.op
     assert isinstance(before, Pointwise) and isinstance(after, Pointwise)
     known = dict(zip(reader.inputs, after.variables, strict=True))
-    variable, taken = known.pop(inner.name), {*after.variables}
-    known.setdefault(product, variable)
+    variable, taken = known[inner.name], {*after.variables, "d", "y", "slope"}  # names of the backward pass
+    if product not in known:  # the product takes the place of `inner`, as the first input determines the dtype
+        known = {product if ref == inner.name else ref: name for ref, name in known.items()}
+    known.pop(inner.name, None)
     renamed: dict[str, Expr] = {}
     for ref, name in zip(inner.inputs, before.variables, strict=True):
         if ref not in known:
