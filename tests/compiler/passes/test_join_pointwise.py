@@ -8,7 +8,7 @@ from specc.compiler.passes.join_pointwise import join_pointwise
 
 
 def joined(text: str, *names: str, bias: str = "p + bias", dtype: str = "") -> list[str]:
-    """The nodes `p` (a product), `sum` and `y`, joined. `y` computes `text`, whose variables have the values `names`."""
+    """The nodes `p`, a product, `sum` and `y`, joined. `y` computes `text`, and its variables stand for `names`."""
     b = Builder("graph")
     for name, shape in {"x": ("B", "T", 8), "w": (4, 8), "bias": (4,), "other": ("B", "T", 4)}.items():
         b.input(name, TensorType(shape, "bf16"))
