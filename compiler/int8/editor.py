@@ -156,7 +156,14 @@ class Editor:
         outputs = tuple((label, self._name(ref)) for label, ref in self.graph.outputs)
         live = needed(nodes, [*remaining, *(ref for _, ref in outputs)])
         read = {ref for node in live for ref in node.inputs}
-        params = (*(entry for entry in self.graph.params if f"@{entry[0]}" in read), *self.added.items())
+        # A parameter that no node reads, such as that of a layer after the last state of an encoder, stays in the model
+        gone = {ref for node in self.graph.nodes for ref in node.inputs} - read
+        left = (
+            entry
+            for entry in self.graph.params
+            if (ref := f"@{entry[0]}") in read or not (ref in gone or self.integer(ref))
+        )
+        params = (*left, *self.added.items())
         return finished(replace(self.graph, nodes=live, params=params, outputs=outputs))
 
     def full_names(self, refs: Iterable[str]) -> list[str]:

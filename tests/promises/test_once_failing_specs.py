@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pair_models import CROSS, EMBED, SELF, blocks, pairs_data
+from pair_models import CROSS, EMBED, LSTM, SELF, blocks, pairs_data
 from pair_models import MLP as PAIR_MLP
 from run_samples import make_run, small_spec, write_text
 from tiny_models import ATTENTION, MLP, spec_data, spec_of
@@ -142,6 +142,17 @@ def test_int8_products_beside_modules_ahead_are_verified() -> None:
     spec = spec_of(text({"losses": [{"kind": "next_token"}, AHEAD]}, quant=quant))
     checks = [*verify_deployed(spec, ("cpu",))]
     assert checks and all(check.ok for check in checks)
+
+
+@pytest.mark.parametrize("compute", ["f32", "bf16"])
+def test_int8_products_before_a_layer_that_nothing_reads_are_verified(compute: str) -> None:
+    """The decoder reads only the last state of the encoder."""
+    lstm = {**LSTM, "directions": "forward"}
+    data = pairs([lstm, PAIR_MLP], [lstm], {"precision": {"compute": compute}})
+    data["model"]["bridge"] = {"kind": "concat"}
+    rules = [{"match": "*.lstm.*", "scheme": "int8"}]
+    spec = spec_of({**data, "quant": {"default": {"scheme": "none", "dtype": "f16"}, "rules": rules}})
+    assert [check for check in verify_deployed(spec, ("cpu",)) if not check.ok] == []
 
 
 @pytest.mark.parametrize(
