@@ -129,7 +129,6 @@ CODES: Mapping[str, str] = {
     "S310": "a parameter without an optimizer",
     "S401": "a node that no kernel of a target computes",
     "S402": "a fused expression that is too large, or whose name is too long",
-    "S403": "two fused expressions with the same name",
     "S501": "two settings of a sweep with the same name or the same spec",
     "S502": "a seed of a sweep that is listed twice, or that a setting also sets",
     "S503": "a quantization of an unknown setting of the sweep, or with overrides outside of `quant`",

@@ -252,7 +252,8 @@ class _Reader:
             case ast.BoolOp() | ast.IfExp() | ast.UnaryOp(op=ast.Not()):
                 fail("and, or, not and if are not part of the language", node, "write where(x > 0, a, b)")
             case ast.Tuple():
-                fail("a comma is only valid between the arguments of a function", node)
+                hint = "write decimals with a point, such as 0.5"
+                fail("a comma is only valid between the arguments of a function", node, hint)
         power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor)
         hint = "write ** for a power" if power else "use numbers, names, + - * / ** and functions"
         fail(f"{describe(node)} is not part of the language", node, hint)

@@ -69,7 +69,7 @@ def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
 
 def spelled(forward: Graph, ref: str) -> str:
     """Returns the name of the forward value `ref` in the backward graph. An input keeps its name. Other values have a
-    short name, such as `act` or `slope`, which differs from the names of all inputs."""
+    short name, such as `act` or `slope`, which differs from the names of all inputs and of other values."""
     node = forward.by_name.get(node_of(ref))
     if node is None:
         return ref
@@ -81,9 +81,11 @@ def spelled(forward: Graph, ref: str) -> str:
         label = node.op.output_labels[int(ref.partition(":")[2])]
         alike = [n for n in forward.nodes if label in n.op.output_labels]
         options = [label] * (len(alike) == 1) + [f"{words[-1]}_{label}"]
-    inputs = {name for name, _ in forward.inputs}
+    taken = {name for name, _ in forward.inputs}
+    if ref == node.name:
+        taken |= {label for other in forward.nodes for label in other.op.output_labels[1:]}
     options += [f"{options[-1]}_value", "_".join((*words, "value"))]
-    return next(name for name in options if name not in inputs)
+    return next(name for name in options if name not in taken)
 
 
 def gradient_names(forward: Graph) -> tuple[str, ...]:

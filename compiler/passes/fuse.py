@@ -154,10 +154,10 @@ def _linear(graph: Graph, ref: str) -> tuple[str, ...]:
         return ()
     if isinstance(node.op, Linear):
         return (node.name,)
-    value, *parameters = node.inputs or ("",)
-    if not isinstance(node.op, Pointwise) or not parameters or any(ref[0] != "@" for ref in parameters):
+    values = [value for value in node.inputs if value[0] != "@"]
+    if not isinstance(node.op, Pointwise) or len(values) != 1 or len(node.inputs) == 1:
         return ()
-    layer = _linear(graph, value)
+    layer = _linear(graph, values[0])
     return (*layer, node.name) if layer else ()
 
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from specc.compiler import fusions
 from specc.compiler.catalog import catalog
-from specc.compiler.expr import KEEPS, Keep, derive, number, plan_backward, reread, variables
+from specc.compiler.expr import KEEPS, Keep, Var, derive, number, plan_backward, reread, substitute, variables
 from specc.compiler.fusions.fusion import Fusion, Rewrite
-from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.builder import Builder, underscored
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
@@ -28,6 +28,8 @@ from specc.compiler.passes.join_codes import join_codes
 from specc.compiler.passes.join_epilogues import join_epilogues
 from specc.compiler.passes.join_pointwise import join_pointwise
 from specc.compiler.programs.programs import Group
+
+SAVED = ("slope", "pre_")  # the first letters of names of saved values
 
 
 class Unfusable(Exception):
@@ -86,7 +88,7 @@ def build_group(
     _check_uses(graph, members)
     rewrite = _rewritten(graph, members)
     products = {node.name for node in rewrite.nodes if accumulates(node.op)}
-    rewrite = Rewrite(join_pointwise(rewrite.nodes, products), rewrite.learns)
+    rewrite = Rewrite(join_pointwise(tuple(map(_unreserved, rewrite.nodes)), products), rewrite.learns)
     if chunks > 1 and not rewrite.nodes[-1].op.by_chunks:
         raise Unfusable(
             members[-1].name,
@@ -120,7 +122,7 @@ def compose(
     Returns:
         The group with the default save choice.
     """
-    rewrite = Rewrite(tuple(nodes))
+    rewrite = Rewrite(tuple(map(_unreserved, nodes)))
     inputs = _inputs(graph, nodes, _labels(rewrite))
     return _composed(Selection(name, scope, members, rewrite, inputs, tuple(results.items())))
 
@@ -184,6 +186,18 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
     if done.nodes == tuple(members) and len(members) == 1:
         raise Unfusable(members[0].name, "is the only node, so there is nothing to fuse")
     return done
+
+
+def _unreserved(node: Node) -> Node:
+    """Renames variables of a pointwise node whose names the backward pass uses: the gradient, and saved values."""
+    op = node.op
+    if not isinstance(op, Pointwise):
+        return node
+    taken = {*op.variables}
+    names = {v: underscored(f"{v}_in", taken) for v in op.variables if v in ("d", "y") or v.startswith(SAVED)}
+    renamed = {v: Var(name) for v, name in names.items()}
+    outputs = tuple(str(substitute(reread(text), renamed)) for text in op.outputs) if names else op.outputs
+    return replace(node, op=replace(op, outputs=outputs, variables=tuple(names.get(v, v) for v in op.variables)))
 
 
 def _part(scope: str, members: Sequence[Node]) -> str:

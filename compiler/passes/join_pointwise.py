@@ -49,7 +49,7 @@ def _joined(inner: Node, reader: Node, product: str) -> Node:
     before, after = inner.op, reader.op
     assert isinstance(before, Pointwise) and isinstance(after, Pointwise)
     known = dict(zip(reader.inputs, after.variables, strict=True))
-    variable, taken = known[inner.name], {*after.variables, "d", "y", "slope"}  # names of the backward pass
+    variable, taken = known[inner.name], {*after.variables}
     if product not in known:  # the product takes the place of `inner`, as the first input determines the dtype
         known = {product if ref == inner.name else ref: name for ref, name in known.items()}
     known.pop(inner.name, None)

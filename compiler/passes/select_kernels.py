@@ -13,6 +13,7 @@ from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.kernels.kernel import NOT_REPEATABLE, Kernel, Site, refusal, symbol
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.passes.join_epilogues import title_of
+from specc.compiler.passes.verify import VerifyError
 from specc.compiler.pattern import matches
 from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, LockError, locked_kernel
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices, place_pattern
@@ -22,6 +23,7 @@ from specc.compiler.strict import Problem
 from specc.compiler.targets import Target
 
 Planned = tuple[Group | None, Graph, Node]  # a node that needs a kernel, with its group and graph
+NUMBERS = 100  # the limit of numbers in names of epilogues
 MANY = 4096  # the size that symbolic dims have when the save choices of a group are compared by bytes
 
 
@@ -55,7 +57,7 @@ def select_kernels(
         The plan, with the chosen groups.
 
     Raises:
-        LoweringError: If no kernel accepts a node, or if names of kernels clash. The error lists all problems.
+        LoweringError: If no kernel accepts a node. The error lists all problems.
         LockError: If the kernel of a lock entry no longer accepts the node.
     """
     request = _Request(target, lock, deterministic)
@@ -81,44 +83,56 @@ def select_kernels(
     choices += others
     problems += further
     programs = replace(programs, groups=tuple(groups))
-    problems += _clashes(programs, choices)
     if problems:
         raise LoweringError(tuple(problems))
+    _check_names(choices)
     listed, locked = tuple(_with_shared_labels(choices)), lock.targets.get(target.name)
     return Plan(programs.name, title, source, target, programs, listed, tuple(save_choices), locked)
 
 
 def _with_names(programs: Programs, group: Group, target: Target, functions: Mapping[str, tuple[object, ...]]) -> Group:
-    """Renames each gradient whose name is too long, or is used by an earlier group for a different expression. Returns
-    the new group. `functions` maps the function name of each earlier group to a key for the computation of the
-    function.
+    """Renames each epilogue whose name is too long, or is used for a different expression. Returns the new group.
+    `functions` maps the function name of each earlier group to a key for the computation of the function.
 
-    The name of a gradient does not state the activation: the gradients of exp and of silu are both products. The new
-    name states the activation, such as `exp_grad`.
+    The name of a gradient does not state the activation: the gradients of exp and of silu are both products. Its new
+    name states the activation, such as `exp_grad`. Other names get a number, such as `add_2`: names do not state the
+    constant factors of an expression.
     """
-    forward = {
-        member: node.epilogue
-        for node in group.forward.nodes
-        for member in node.members
-        if isinstance(node.epilogue, Pointwise)
-    }
+    taken = dict(functions)
 
-    def renamed(node: Node) -> Node:
-        names = (member.removesuffix(".grad") for member in node.members if member.endswith(".grad"))
-        activation = next((forward[name] for name in names if name in forward), None)
-        if activation is None or not isinstance(node.epilogue, Pointwise) or node.epilogue.title:
+    def named(group: Group, graph: Graph) -> Graph:
+        return replace(graph, nodes=tuple(renamed(group, graph, node) for node in graph.nodes))
+
+    def renamed(group: Group, graph: Graph, node: Node) -> Node:
+        if not isinstance(node.epilogue, Pointwise):
             return node
-        site = site_of(programs, group, group.backward, node, target)
-        try:
-            usual = functions.get(symbol(site)[0], _computed(site)) == _computed(site)
-        except ExprError:
-            usual = False
-        with suppress(ExprError):  # the name of the activation is too long, which is reported when a kernel is chosen
-            if not usual:
-                return replace(node, epilogue=replace(node.epilogue, title=f"{title_of(activation)}_grad"))
+        with suppress(ExprError):  # a name is too long, which is reported when a kernel is chosen
+            for option in _named(group, node, node.epilogue):
+                site = site_of(programs, group, graph, option, target)
+                try:
+                    function = symbol(site)[0]
+                except ExprError:
+                    continue
+                if taken.setdefault(function, _computed(site)) == _computed(site):
+                    return option
         return node
 
-    return replace(group, backward=replace(group.backward, nodes=tuple(map(renamed, group.backward.nodes))))
+    group = replace(group, forward=named(group, group.forward))
+    return replace(group, backward=named(group, group.backward))
+
+
+def _named(group: Group, node: Node, epilogue: Pointwise) -> Iterator[Node]:
+    """Yields a node of a group with its name, then with other names for its epilogue."""
+    yield node
+    forward = {member: other.epilogue for other in group.forward.nodes for member in other.members}
+    gradients = (member.removesuffix(".grad") for member in node.members if member.endswith(".grad"))
+    activation = next((op for name in gradients if isinstance(op := forward.get(name), Pointwise)), None)
+    if activation is not None and not epilogue.title:
+        epilogue = replace(epilogue, title=f"{title_of(activation)}_grad")
+        yield replace(node, epilogue=epilogue)
+    title = title_of(epilogue)
+    for number in range(2, NUMBERS):
+        yield replace(node, epilogue=replace(epilogue, title=f"{title}_{number}"))
 
 
 def _save_choice(programs: Programs, group: Group, request: _Request) -> tuple[SaveChoice, list[Problem]]:
@@ -265,7 +279,8 @@ def together(labels: Sequence[str]) -> str:
     return " and ".join(labels)
 
 
-def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
+def _check_names(choices: Sequence[Choice]) -> None:
+    """Raises VerifyError if two kernels have one name. `_with_names` prevents this."""
     functions: dict[str, Site] = {}
     files: dict[str, Site] = {}
     for choice in choices:
@@ -278,22 +293,12 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
         # coexist.
         first = functions.setdefault(file if site.epilogue is None else function, site)
         alike = files.setdefault(file, site)
-        message = ""
-        if _computed(first) != _computed(site):
-            message = f"two fused expressions have the name {function}: {_shown(first)} and {_shown(site)}"
-        elif (alike.inputs, alike.node.types) != (site.inputs, site.node.types):
-            types = [", ".join(map(str, (*clashing.inputs, *clashing.node.types))) for clashing in (alike, site)]
-            message = f"two kernels are named {file}, of {types[0]} and of {types[1]}"
-        if message:
-            hint = "give one of the activations a name: `act: {expr: ..., name: ...}`"
-            yield Problem(programs.place(site.label.split(" ")[0].replace("*", "0")), "S403", message, hint)
+        if _computed(first) != _computed(site) or (alike.inputs, alike.node.types) != (site.inputs, site.node.types):
+            raise VerifyError(f"two kernels are named {file}: {first.label} and {site.label}")
 
 
 def _computed(site: Site) -> tuple[object, ...]:
     """Returns a key for the function of a node. Nodes with different keys need different function names. The key does
     not contain sizes, because kernels of different sizes have different file names."""
-    return site.node.op.words, site.node.op.arity, site.epilogue
-
-
-def _shown(site: Site) -> str:
-    return site.epilogue.outputs[0] if site.epilogue is not None else site.node.op.words
+    types = tuple((type.dtype, len(type.shape)) for type in (*site.inputs, *site.node.types))
+    return site.node.op.words, site.node.op.arity, site.epilogue, types

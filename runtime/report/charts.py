@@ -20,7 +20,7 @@ LEGEND_ROW, LETTER = 20, 6.6  # in SVG units: the height of a row of the legend,
 MOST_POINTS = 300
 STYLES = 8  # the number of line styles in the style sheet
 LOG_RANGE = 30  # if the ratio of the largest value to the smallest value exceeds this number, the axis is logarithmic
-# As many as the styles have no divisor in common with, so that 56 curves differ
+# 7 markers and 8 line styles have no common divisor, so that 56 curves differ
 MARKS = (
     '<circle r="3.4" cx="{x}" cy="{y}" class="{c}"/>',
     '<rect x="{a}" y="{b}" width="6" height="6" class="{c}"/>',

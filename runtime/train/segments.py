@@ -93,7 +93,7 @@ def compiled_functions(
     return {
         name: compile_training(function, fullgraph=whole, options={**in_order(), **UNPADDED}, **sizes)
         if name in trains
-        else torch.compile(function, fullgraph=whole, options=dict(UNPADDED))
+        else torch.compile(function, fullgraph=whole)
         for name, function in functions.items()
     }
 

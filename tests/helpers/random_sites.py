@@ -231,8 +231,7 @@ def inexact(kernel: Kernel, judge: Judge, op: Callable[..., Any]) -> Iterator[st
     found = [
         i for i, error in enumerate(errors) if not _canceled(judge, i) and not _ok(judge, i, error.rms, error.peak, RMS)
     ]
-    again = [_redrawn(judge, seed) for seed in AGAIN if found]
-    measured = [_measured(other, op) for other in again]
+    measured = [_measured(_redrawn(judge, seed), op) for seed in AGAIN if found]
     for i in found:
         rms, peak, rms_of_torch, peak_of_torch = zip(*(each[i] for each in measured), strict=True)
         ratios = math.hypot(*rms) / math.hypot(*rms_of_torch), max(peak) / max(peak_of_torch)

@@ -73,6 +73,28 @@ CASES: Mapping[str, dict[str, Any]] = {
         "layers": (ATTENTION, {**GATED, "bias": True, "residual": "learned"}),
         "fuse": ({"blocks.*.mlp": ["up", "act", "down", "down.biased", "x"]},),
     },
+    "values_with_names_of_saved_values_fused": {
+        "layers": (
+            ATTENTION,
+            {**MLP, "bias": True, "write": "x + (pre_branch + slope) * y + d"}
+            | {"learn": {name: {"init": 0.5} for name in ("pre_branch", "slope", "d")}},
+        ),
+        "fuse": ({"blocks.*.mlp": ["up", "act", "down", "down.biased", "x"]},),
+    },
+    "a_layer_with_the_name_of_a_saved_value_fused": {
+        "layers": (ATTENTION, {**GATED, "name": "slope"}),
+        "fuse": ({"blocks.*.slope": ["up", "act", "down", "x"]},),
+    },
+    "sums_of_one_name_fused": {
+        "layers": (
+            {**ATTENTION, "bias": True, "write": "x + 0.5 * y"},
+            {**GATED, "bias": True, "write": "x + g * y", "learn": {"g": {"of": "x", "shape": "dim"}}},
+        ),
+        "fuse": (
+            {"blocks.*.attention": ["out", "out.biased", "x"]},
+            {"blocks.*.mlp": ["up", "act", "down", "down.biased", "x"]},
+        ),
+    },
     "act_down_fused": {"fuse": ({"blocks.*.mlp": ["act", "down"]},)},
     "attention_out_fused": {
         "layers": ({**ATTENTION, "residual": "learned"}, MLP),
