@@ -228,11 +228,11 @@ def inexact(kernel: Kernel, judge: Judge, op: Callable[..., Any]) -> Iterator[st
     """
     errors = judge.errors(judge.call(op))
     labels = judge.site.node.op.output_labels or ("",) * len(errors)
-    found = [
+    suspects = [
         i for i, error in enumerate(errors) if not _canceled(judge, i) and not _ok(judge, i, error.rms, error.peak, RMS)
     ]
-    measured = [_measured(_redrawn(judge, seed), op) for seed in AGAIN if found]
-    for i in found:
+    measured = [_measured(_redrawn(judge, seed), op) for seed in AGAIN if suspects]
+    for i in suspects:
         rms, peak, rms_of_torch, peak_of_torch = zip(*(each[i] for each in measured), strict=True)
         ratios = math.hypot(*rms) / math.hypot(*rms_of_torch), max(peak) / max(peak_of_torch)
         far = errors[i].peak >= (math.inf if _is_sum(judge, i) else FAR)
